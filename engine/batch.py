@@ -1,0 +1,85 @@
+"""What the scheduler decided for one step, and what the step gave back: values, never live references.
+
+The columns of a `ScheduledBatch` run in parallel: row `i` is `seats[i]`, `sequence_ids[i]`, `starts[i]`,
+`counts[i]`. A runner keeps one persistent row a seat and needs only the differences: `seated` for rows whose seat
+changed hands, `new_blocks` for rows that crossed a block border.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.sequence import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """A sequence takes a seat: all that a runner must know of it.
+
+    Attributes:
+        token_ids: every token known now (prompt, and output after a preemption).
+        num_prompt_tokens: how many of them are prompt, for `min_tokens`.
+    """
+
+    seat: int
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step's work.
+
+    Attributes:
+        step: number of the step, from 1.
+        seats: seat of each row; a seat appears once.
+        sequence_ids: sequence of each row.
+        starts: position of the first token each row computes (`num_computed_tokens`).
+        counts: tokens each row computes, at least 1 (`num_scheduled_tokens`).
+        samples: whether the row reaches its last known token, so that a new one is drawn.
+        seated: rows that changed hands, to be applied first.
+        new_blocks: `(seat, block_ids)` appended to the seat's block table, after `seated`.
+        preempted: sequence ids that lost their seat when this step was planned.
+        token_budget: the limit the step was planned under, in tokens.
+    """
+
+    step: int
+    seats: tuple[int, ...] = ()
+    sequence_ids: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+    samples: tuple[bool, ...] = ()
+    seated: tuple[Seated, ...] = ()
+    new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    preempted: tuple[int, ...] = ()
+    token_budget: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step, over all rows."""
+        return sum(self.counts)
+
+    def __len__(self) -> int:
+        return len(self.seats)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step gave back.
+
+    Attributes:
+        token_ids: a token for each row of the batch; -1 where the row did not sample.
+        failures: row index to one line of cause, for rows that cannot go on (NaN logits).
+        seconds: wall time of the model execution.
+    """
+
+    step: int
+    token_ids: tuple[int, ...]
+    failures: Mapping[int, str] = field(default_factory=dict)
+    seconds: float = 0.0

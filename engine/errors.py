@@ -1,0 +1,113 @@
+"""Everything that can go wrong and that a user can mend, as one tree.
+
+    RelevoError
+    ├── ConfigError                  a setting is unknown or out of range
+    ├── ModelError                   a model cannot be found, read or run
+    │   ├── ModelNotFoundError
+    │   ├── ModelFileError           truncated, wrong checksum, not what it claims to be
+    │   └── UnsupportedModelError    architecture, tensor type or RoPE kind that is not known here
+    ├── RequestError                 this one request cannot be served as it stands
+    │   ├── InvalidRequestError
+    │   └── ContextLengthError
+    ├── UnavailableError             the same request may succeed later
+    │   ├── QueueFullError
+    │   └── DrainingError
+    └── EngineError                  a request that was accepted could not be finished
+
+Each message is one line that says what is wrong and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class RelevoError(Exception):
+    """Base of every error that is meant for a user."""
+
+
+class ConfigError(RelevoError):
+    """A setting is unknown, out of range or contradicts another."""
+
+
+class ModelError(RelevoError):
+    """A model cannot be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """There is no such model here, and it could not be fetched."""
+
+
+class ModelFileError(ModelError):
+    """A model file is damaged, incomplete or of another kind than its name says."""
+
+
+class UnsupportedModelError(ModelError):
+    """The file is fine, but this architecture, tensor type or option is not supported."""
+
+
+class RequestError(RelevoError):
+    """One request cannot be served as it stands.
+
+    Args:
+        message: what is wrong and what would be right.
+        param: the request field at fault, or `None`.
+        code: a stable word for programs, or `None`.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class InvalidRequestError(RequestError):
+    """A field has a value that makes no sense or is not supported."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt alone is longer than the usable capacity, in tokens."""
+
+    def __init__(self, num_prompt_tokens: int, capacity: int, *, param: str | None = None) -> None:
+        super().__init__(
+            f"The prompt has {num_prompt_tokens} tokens, but at most {capacity} fit here. Shorten the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.capacity = capacity
+
+
+class UnavailableError(RelevoError):
+    """The server cannot take the request now; the same request may succeed later."""
+
+    code = "unavailable"
+
+    def __init__(self, message: str, *, retry_after_seconds: int) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class QueueFullError(UnavailableError):
+    """Too many requests, or too many prompt tokens, wait already."""
+
+    code = "queue_full"
+
+    def __init__(self, what: str, depth: int, limit: int, *, retry_after_seconds: int) -> None:
+        super().__init__(
+            f"The queue is full: {depth} {what} wait, the limit is {limit}. Try again in {retry_after_seconds} s.",
+            retry_after_seconds=retry_after_seconds,
+        )
+        self.depth = depth
+        self.limit = limit
+
+
+class DrainingError(UnavailableError):
+    """The server finishes what it has and takes nothing new."""
+
+    code = "draining"
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down and takes no new requests.", retry_after_seconds=5)
+
+
+class EngineError(RelevoError):
+    """An accepted request could not be finished; it is not the request's fault."""

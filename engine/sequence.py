@@ -1,0 +1,106 @@
+"""One sequence of tokens: what it is, how far it has come, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is. It never leaves `FINISHED`."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why a sequence ended. The values are label values of the metrics."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen, and when to stop.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set whose probability reaches p; 1 keeps all.
+        min_p: drop tokens below `min_p` times the likeliest one's probability; 0 drops none.
+        seed: key of the noise. The token drawn depends on (seed, choice_index, position) alone.
+        choice_index: which of several answers to one prompt this is.
+        max_tokens: longest answer, in tokens; `None` is whatever fits.
+        min_tokens: stop tokens cannot be drawn before this many tokens.
+        stop_token_ids: tokens that end the answer (the model's own end tokens unless `ignore_eos`).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    choice_index: int = 0
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and what has been generated from it.
+
+    There is no prefill or decode state: `num_computed_tokens` catches up with `num_tokens`, that is all.
+
+    Attributes:
+        sequence_id: unique for the life of the engine; what batches and results refer to.
+        request_id: the name the outside world knows it by.
+        token_ids: prompt followed by output.
+        num_computed_tokens: how many of `token_ids` have their keys and values in the cache.
+        seat: the row of the batch it holds while running, else -1.
+        arrival_time: seconds on the engine's clock.
+    """
+
+    sequence_id: int
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_time: float
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    seat: int = -1
+    last_step: int = -1
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    first_seated_time: float | None = None
+    block_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt, in tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.status is SequenceStatus.FINISHED

@@ -1,0 +1,75 @@
+"""What the engine is told at start-up. Never changed afterwards: live values are `Limits`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SloTargets:
+    """What users were promised, in seconds; `None` promises nothing."""
+
+    ttft_p95_seconds: float | None = 2.0
+    itl_p95_seconds: float | None = 0.25
+    e2e_p95_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The controls that move while the engine runs.
+
+    Attributes:
+        max_num_seqs: sequences that may run at the same time (seats).
+        max_num_batched_tokens: tokens computed in one step over all sequences.
+        generation: counts the changes; 0 is the start-up value.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Start-up settings of the engine; ranges are checked by whoever reads them from the outside.
+
+    Attributes:
+        model: built-in name, `.gguf` file, directory or hub id.
+        dtype: `auto`, `float32` or `bfloat16`.
+        max_model_len: context length in tokens; `None` is the model's own.
+        served_model_name: the name clients use; `None` is the model's own.
+        num_threads: threads of the torch thread pool; 0 is one a core.
+        block_size: tokens of a KV block.
+        cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
+        capacity_num_seqs: the highest `max_num_seqs` that can be set while it runs.
+        capacity_num_batched_tokens: the same for `max_num_batched_tokens`.
+        max_waiting: requests that may wait.
+        max_waiting_tokens: prompt tokens that may wait, all requests together.
+        slow_client_seconds: a reader that takes nothing for so long is aborted.
+    """
+
+    model: str = "smollm2-135m"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    served_model_name: str | None = None
+    num_threads: int = 0
+    block_size: int = 16
+    cache_memory_bytes: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 256
+    capacity_num_seqs: int = 64
+    capacity_num_batched_tokens: int = 1024
+    max_waiting: int = 256
+    max_waiting_tokens: int = 262_144
+    slow_client_seconds: float = 30.0
+    slo: SloTargets = field(default_factory=SloTargets)
+
+    @property
+    def limits(self) -> Limits:
+        """The live limits at start-up."""
+        return Limits(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def capacity(self) -> Limits:
+        """The highest live limits."""
+        return Limits(self.capacity_num_seqs, self.capacity_num_batched_tokens)

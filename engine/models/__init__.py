@@ -1,0 +1,1 @@
+"""Architectures the engine can run."""

@@ -43,6 +43,7 @@ class ScheduledBatch:
         starts: position of the first token each row computes (`num_computed_tokens`).
         counts: tokens each row computes, at least 1 (`num_scheduled_tokens`).
         samples: whether the row reaches its last known token, so that a new one is drawn.
+        decodes: whether the row continues an answer by one token (else it reads a prompt, or reads it again).
         seated: rows that changed hands, to be applied first.
         new_blocks: `(seat, block_ids)` appended to the seat's block table, after `seated`.
         preempted: sequence ids that lost their seat when this step was planned.
@@ -55,6 +56,7 @@ class ScheduledBatch:
     starts: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
     samples: tuple[bool, ...] = ()
+    decodes: tuple[bool, ...] = ()
     seated: tuple[Seated, ...] = ()
     new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     preempted: tuple[int, ...] = ()

@@ -62,7 +62,9 @@ class Sequence:
         request_id: the name the outside world knows it by.
         token_ids: prompt followed by output.
         num_computed_tokens: how many of `token_ids` have their keys and values in the cache.
+        num_tokens_thrown_away: computed tokens that the last preemption discarded, until it is resumed.
         seat: the row of the batch it holds while running, else -1.
+        last_step: the last step it took part in, else -1.
         arrival_time: seconds on the engine's clock.
     """
 
@@ -72,18 +74,21 @@ class Sequence:
     params: SamplingParams
     arrival_time: float
     token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     seat: int = -1
     last_step: int = -1
     num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
+    num_tokens_thrown_away: int = 0
     first_seated_time: float | None = None
+    first_token_time: float | None = None
     block_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -91,14 +96,9 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt, in tokens."""
-        return len(self.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -1,0 +1,127 @@
+"""What a caller asks for, and what it holds while it is being answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from engine.outbox import Delta, Outbox, Usage
+from engine.sequence import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from engine.errors import RelevoError
+
+ABORT_CAUSES = ("client", "timeout", "slow_client", "shutdown", "admin")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text. Control tokens in it are parsed; a leading BOS as the tokenizer's metadata says."""
+
+    text: str
+    param: str = "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPrompt:
+    """Token ids, taken as they are."""
+
+    token_ids: tuple[int, ...]
+    param: str = "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages for the chat template. Their content is text and never becomes a control token."""
+
+    messages: tuple[dict[str, Any], ...]
+    param: str = "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to continue it.
+
+    Attributes:
+        request_id: the name shown on pages and in logs; need not be unique.
+        stop: strings that end the answer; nothing of them is ever shown.
+        ignore_eos: the model's own end tokens do not end the answer.
+    """
+
+    request_id: str
+    prompt: TextPrompt | TokensPrompt | ChatPrompt
+    params: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class Handle:
+    """One request as its caller sees it; made by `Engine.submit`.
+
+    The permit to be inside the engine travels with it: the place is free again when the engine has let go of the
+    sequence, not when the caller loses interest.
+    """
+
+    def __init__(self, request: GenerationRequest, sequence_id: int, arrival_time: float) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.sequence_id = sequence_id
+        self.arrival_time = arrival_time
+        self.num_prompt_tokens = 0
+        self.outbox = Outbox()
+        self.abort_cause: str | None = None
+        self._refusal: RelevoError | None = None
+        self._decided = trio.Event()
+        self._on_abort: Callable[[], None] | None = None
+
+    async def accepted(self) -> int:
+        """Wait until the request has been looked at.
+
+        Returns:
+            The number of prompt tokens.
+
+        Raises:
+            RequestError: it can never be served as it stands.
+            UnavailableError: it cannot be served now.
+        """
+        await self._decided.wait()
+        if self._refusal is not None:
+            raise self._refusal
+        return self.num_prompt_tokens
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """The answer, piece by piece; the last piece has a finish reason. To be read once."""
+        await self.accepted()
+        async for delta in self.outbox.deltas():
+            yield delta
+
+    def abort(self, cause: str) -> None:
+        """End the request now, in whatever state it is. Synchronous, and harmless the second time.
+
+        Args:
+            cause: one of `ABORT_CAUSES`; a label value of the metrics.
+        """
+        if cause not in ABORT_CAUSES:
+            raise ValueError(f"unknown cause {cause!r}: one of {ABORT_CAUSES}")
+        if self.abort_cause is not None or self.outbox.last is not None or self._refusal is not None:
+            return
+        self.abort_cause = cause
+        self.outbox.close("", FinishReason.ABORT, Usage(self.num_prompt_tokens, 0), cause)
+        self._decided.set()
+        if self._on_abort is not None:
+            self._on_abort()
+
+    def accept(self, num_prompt_tokens: int, on_abort: Callable[[], None]) -> None:
+        """The engine took it in; from now on an abort is told to `on_abort`."""
+        self.num_prompt_tokens = num_prompt_tokens
+        self._on_abort = on_abort
+        self._decided.set()
+
+    def refuse(self, error: RelevoError) -> None:
+        """The engine will not serve it; `accepted()` raises `error`."""
+        self._refusal = error
+        self._decided.set()

@@ -1,0 +1,82 @@
+"""From the engine to one reader: the engine appends and never waits; the reader takes whatever has gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.sequence import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer.
+
+    Attributes:
+        text: what may be shown; empty when tokens are held back or stand for nothing visible.
+        token_ids: the tokens that came with this piece.
+        finish_reason: set on the last piece only.
+        error: one line of cause when `finish_reason` is `ERROR`, the cause of the abort when it is `ABORT`.
+        usage: set on the last piece only.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    usage: Usage | None = None
+
+
+class Outbox:
+    """A list and an event. Its length is bounded by the longest answer, its age by `unread_since`."""
+
+    def __init__(self) -> None:
+        self.unread_since: float | None = None
+        self.last: Delta | None = None
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._news = trio.Event()
+
+    def append(self, text: str, token_id: int, now: float) -> None:
+        """Add a token and the text that became certain with it."""
+        if text:
+            self._text.append(text)
+        self._token_ids.append(token_id)
+        if self.unread_since is None:
+            self.unread_since = now
+        self._news.set()
+
+    def close(self, text: str, reason: FinishReason, usage: Usage, error: str | None = None) -> None:
+        """Add the last text and the ending. Only the first ending counts."""
+        if self.last is None:
+            self.last = Delta(text, (), reason, error, usage)
+            self._news.set()
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Pieces as they come, several steps' worth in one when the reader was slow. The last has a finish reason."""
+        while True:
+            await self._news.wait()
+            self._news = trio.Event()
+            self.unread_since = None
+            text, token_ids = "".join(self._text), tuple(self._token_ids)
+            self._text.clear()
+            self._token_ids.clear()
+            last = self.last
+            if last is not None:
+                yield Delta(text + last.text, token_ids, last.finish_reason, last.error, last.usage)
+                return
+            yield Delta(text, token_ids)

@@ -1,0 +1,323 @@
+"""Decides, anew for every step, which sequences compute how many tokens (iteration-level scheduling, Orca).
+
+There is no prefill phase and no decode phase. A sequence knows `num_tokens` tokens, of which `num_computed_tokens`
+are in the cache; every step, under one token budget, each is given some tokens to catch up: first those that run,
+then those that wait. Reading a prompt in chunks and computing again after a preemption are the same case.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.batch import ScheduledBatch, Seated
+from engine.sequence import FinishReason, Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine.batch import StepOutput
+    from engine.config import Limits
+    from engine.kv_cache import KVCache
+
+
+class SequenceUpdate(NamedTuple):
+    """What became of one sequence in one step: a token, an ending, or both."""
+
+    sequence_id: int
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class _Plan:
+    """The columns of a batch while it is being made."""
+
+    def __init__(self, step: int, token_budget: int) -> None:
+        self.step = step
+        self.token_budget = token_budget
+        self.tokens_left = token_budget
+        self.seats: list[int] = []
+        self.sequence_ids: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[bool] = []
+        self.decodes: list[bool] = []
+        self.seated: list[Seated] = []
+        self.new_blocks: list[tuple[int, tuple[int, ...]]] = []
+        self.preempted: list[int] = []
+
+    def add(self, sequence: Sequence, behind: int, new_blocks: tuple[int, ...]) -> None:
+        """Give `sequence` tokens; `behind` is how many of its known tokens are not computed yet."""
+        count = behind if behind < self.tokens_left else self.tokens_left
+        self.tokens_left -= count
+        self.seats.append(sequence.seat)
+        self.sequence_ids.append(sequence.sequence_id)
+        self.starts.append(sequence.num_computed_tokens)
+        self.counts.append(count)
+        self.samples.append(count == behind)
+        self.decodes.append(behind == 1 and sequence.num_computed_tokens >= sequence.num_prompt_tokens)
+        if new_blocks:
+            self.new_blocks.append((sequence.seat, new_blocks))
+        sequence.last_step = self.step
+
+    def freeze(self) -> ScheduledBatch:
+        return ScheduledBatch(
+            step=self.step,
+            seats=tuple(self.seats),
+            sequence_ids=tuple(self.sequence_ids),
+            starts=tuple(self.starts),
+            counts=tuple(self.counts),
+            samples=tuple(self.samples),
+            decodes=tuple(self.decodes),
+            seated=tuple(self.seated),
+            new_blocks=tuple(self.new_blocks),
+            preempted=tuple(self.preempted),
+            token_budget=self.token_budget,
+        )
+
+
+class Scheduler:
+    """Waiting and running sequences, and the plan of each step. Pure: no clock, no tensors, no tasks.
+
+    Args:
+        kv_cache: the blocks.
+        limits: seats and token budget at the start.
+        num_seats: the highest `max_num_seqs` there can ever be.
+        max_model_len: context length of the model, in tokens.
+    """
+
+    def __init__(self, kv_cache: KVCache, *, limits: Limits, num_seats: int, max_model_len: int) -> None:
+        self.kv_cache = kv_cache
+        self.limits = limits
+        self.num_seats = num_seats
+        self.usable_capacity = min(max_model_len, kv_cache.num_tokens)
+        self.running: list[Sequence] = []
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.wait_reason: str | None = None
+        self.num_waiting_tokens = 0
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.num_dropped_results = 0
+        self.num_rows = 0
+        self.num_useful_rows = 0
+        self._live: dict[int, Sequence] = {}
+        self._free_seats = list(range(num_seats - 1, -1, -1))
+        self._step = 0
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._live
+
+    def get(self, sequence_id: int) -> Sequence | None:
+        """The live sequence of this id, if it has not ended."""
+        return self._live.get(sequence_id)
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        """Every live sequence, in the order of arrival."""
+        return self._live.values()
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn.
+
+        Raises:
+            ValueError: it can never fit; whoever took it in should have refused it.
+        """
+        if not 0 < sequence.num_prompt_tokens <= self.usable_capacity:
+            raise ValueError(f"{sequence.num_prompt_tokens} prompt tokens, usable capacity {self.usable_capacity}")
+        self._live[sequence.sequence_id] = sequence
+        self._wait(sequence, first=False)
+
+    def abort(self, sequence_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
+        """End a sequence in whatever state it is and free what it holds; `None` if it has ended already."""
+        sequence = self._live.get(sequence_id)
+        if sequence is not None:
+            self._finish(sequence, reason)
+        return sequence
+
+    def schedule(self, now: float) -> ScheduledBatch:
+        """Plan the next step. An empty batch means that nothing waits or runs."""
+        self._step += 1
+        plan = _Plan(self._step, self.limits.max_num_batched_tokens)
+        self._continue_running(plan)
+        if plan.preempted:
+            # Whoever lost its seat must not take it back from under those it was lost to.
+            self.wait_reason = "kv_memory"
+        else:
+            self._admit_waiting(plan, now)
+        return plan.freeze()
+
+    def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[SequenceUpdate]:
+        """Apply what a step gave back; results for sequences that have ended meanwhile are dropped and counted."""
+        updates: list[SequenceUpdate] = []
+        live, capacity = self._live, self.usable_capacity
+        self.num_rows += len(batch.seats)
+        for row, sequence_id in enumerate(batch.sequence_ids):
+            sequence = live.get(sequence_id)
+            if sequence is None or sequence.num_computed_tokens != batch.starts[row]:
+                self.num_dropped_results += 1
+                continue
+            self.num_useful_rows += 1
+            if row in output.failures:
+                updates.append(SequenceUpdate(sequence_id, None, FinishReason.ERROR, output.failures[row]))
+                self._finish(sequence, FinishReason.ERROR)
+                continue
+            sequence.num_computed_tokens += batch.counts[row]
+            if not batch.samples[row]:
+                continue
+            token_id = output.token_ids[row]
+            sequence.token_ids.append(token_id)
+            if sequence.first_token_time is None:
+                sequence.first_token_time = now
+            reason = _ending(sequence, token_id, capacity)
+            updates.append(SequenceUpdate(sequence_id, token_id, reason))
+            if reason is not None:
+                self._finish(sequence, reason)
+        return updates
+
+    def fail(self, batch: ScheduledBatch, error: str) -> list[SequenceUpdate]:
+        """End every sequence of a batch whose step failed."""
+        return [
+            SequenceUpdate(sequence_id, None, FinishReason.ERROR, error)
+            for sequence_id in batch.sequence_ids
+            if self.abort(sequence_id, FinishReason.ERROR) is not None
+        ]
+
+    def check_integrity(self) -> None:
+        """Compare blocks, seats and queues with each other.
+
+        Raises:
+            RuntimeError: they contradict each other.
+        """
+        self.kv_cache.check_integrity(self._live.values())
+        seats = [sequence.seat for sequence in self.running]
+        if sorted(seats + self._free_seats) != list(range(self.num_seats)):
+            raise RuntimeError(f"seats taken {sorted(seats)} and free {sorted(self._free_seats)} do not add up")
+        if len(self.running) + len(self.waiting) != len(self._live):
+            raise RuntimeError(f"{len(self._live)} live sequences, {len(self.running)} run, {len(self.waiting)} wait")
+        if self.num_waiting_tokens != sum(sequence.num_tokens for sequence in self.waiting.values()):
+            raise RuntimeError(f"{self.num_waiting_tokens} waiting tokens do not match the queue")
+        if not self.running and self.kv_cache.usage.used:
+            raise RuntimeError(f"{self.kv_cache.usage.used} blocks are used and nothing runs")
+
+    def _continue_running(self, plan: _Plan) -> None:
+        running = self.running
+        if plan.token_budget < len(running):
+            # Not everyone gets a token: those who have waited longest go first, so that nobody starves.
+            order = sorted(running, key=lambda sequence: sequence.last_step)
+        else:
+            order = list(running)
+        for sequence in order:
+            if plan.tokens_left == 0:
+                break
+            if sequence.seat < 0:
+                continue  # lost its seat to an earlier one in this very pass
+            behind = len(sequence.token_ids) - sequence.num_computed_tokens
+            new_blocks = self._make_room(sequence, plan)
+            if new_blocks is not None:
+                plan.add(sequence, behind, new_blocks)
+
+    def _make_room(self, sequence: Sequence, plan: _Plan) -> tuple[int, ...] | None:
+        """Blocks for all known tokens; if there are none, the youngest give theirs, at worst the sequence itself."""
+        while True:
+            new_blocks = self.kv_cache.allocate(sequence, len(sequence.token_ids))
+            if new_blocks is not None:
+                return new_blocks
+            victim = next(other for other in reversed(self.running) if other.last_step != plan.step)
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return None
+
+    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+        """Take seat and blocks away; it will be computed again from its tokens (recompute, vLLM)."""
+        self.running.remove(sequence)
+        self._vacate(sequence)
+        sequence.status = SequenceStatus.PREEMPTED
+        sequence.num_tokens_thrown_away = sequence.num_computed_tokens
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        plan.preempted.append(sequence.sequence_id)
+        self._wait(sequence, first=True)
+
+    def _admit_waiting(self, plan: _Plan, now: float) -> None:
+        """Fill free seats from the front of the queue; the first one that cannot sit down says why all wait."""
+        self.wait_reason = None
+        while self.waiting:
+            if len(self.running) >= self.limits.max_num_seqs:
+                self.wait_reason = "seats"
+                return
+            if plan.tokens_left == 0:
+                self.wait_reason = "token_budget"
+                return
+            sequence = next(iter(self.waiting.values()))
+            if not self._fits(sequence):
+                self.wait_reason = "kv_memory"
+                return
+            self._seat(sequence, plan, now)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether all known tokens and the next one fit, with a block to spare for each that runs.
+
+        The spare block keeps a newcomer from being thrown out again at the next block border of the others.
+        """
+        needed = self.kv_cache.blocks_for(sequence.num_tokens + 1) + len(self.running)
+        free = self.kv_cache.pool.num_free
+        return needed <= free or (not self.running and free == self.kv_cache.pool.num_blocks)
+
+    def _seat(self, sequence: Sequence, plan: _Plan, now: float) -> None:
+        del self.waiting[sequence.sequence_id]
+        self.num_waiting_tokens -= sequence.num_tokens
+        self.num_recomputed_tokens += sequence.num_tokens_thrown_away
+        sequence.num_tokens_thrown_away = 0
+        sequence.status = SequenceStatus.RUNNING
+        if sequence.first_seated_time is None:
+            sequence.first_seated_time = now
+        sequence.seat = self._free_seats.pop()
+        self.running.append(sequence)
+        new_blocks = self.kv_cache.allocate(sequence, sequence.num_tokens)
+        if new_blocks is None:
+            raise RuntimeError(f"sequence {sequence.sequence_id} was seated without room for its tokens")
+        plan.seated.append(
+            Seated(
+                seat=sequence.seat,
+                sequence_id=sequence.sequence_id,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                params=sequence.params,
+            )
+        )
+        plan.add(sequence, sequence.num_tokens, new_blocks)
+
+    def _wait(self, sequence: Sequence, *, first: bool) -> None:
+        self.waiting[sequence.sequence_id] = sequence
+        self.num_waiting_tokens += sequence.num_tokens
+        if first:
+            self.waiting.move_to_end(sequence.sequence_id, last=False)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.seat >= 0:
+            self.running.remove(sequence)
+            self._vacate(sequence)
+        else:
+            del self.waiting[sequence.sequence_id]
+            self.num_waiting_tokens -= sequence.num_tokens
+        del self._live[sequence.sequence_id]
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.kv_cache.release(sequence)
+        self._free_seats.append(sequence.seat)
+        self._free_seats.sort(reverse=True)  # the lowest free seat is taken first
+        sequence.seat = -1
+
+
+def _ending(sequence: Sequence, token_id: int, capacity: int) -> FinishReason | None:
+    """Why a sequence that just got `token_id` ends here, or `None`."""
+    params = sequence.params
+    if token_id in params.stop_token_ids and sequence.num_output_tokens > params.min_tokens:
+        return FinishReason.STOP
+    if sequence.num_output_tokens == params.max_tokens or sequence.num_tokens > capacity:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,268 @@
+"""Numbers about what happened: exact percentiles over a sliding window, histograms, counters. Time comes in as argument."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from engine.config import SloTargets
+
+WINDOW_SECONDS = 300.0
+RATE_SECONDS = 10.0
+MAX_SAMPLES = 32_768
+
+
+def _series(first: float, last: float) -> tuple[float, ...]:
+    """Bucket bounds 1, 2, 5, 10, … times a power of ten, from `first` to `last`, both included."""
+    bounds = [digit * 10.0**power for power in range(-3, 7) for digit in (1.0, 2.0, 5.0)]
+    return (*(round(bound, 6) for bound in bounds if first <= bound < last), last)
+
+
+LATENCY_BOUNDS = _series(0.01, 7200.0)
+ITL_BOUNDS = _series(0.001, 7200.0)
+TOKEN_BOUNDS = _series(1.0, 1_000_000.0)
+PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+ITERATION_BOUNDS = tuple(float(2**power) for power in range(16))
+
+# Stems of vLLM's histogram names, so that existing dashboards find them.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": LATENCY_BOUNDS,
+    "inter_token_latency_seconds": ITL_BOUNDS,
+    "request_time_per_output_token_seconds": LATENCY_BOUNDS,
+    "e2e_request_latency_seconds": LATENCY_BOUNDS,
+    "request_queue_time_seconds": LATENCY_BOUNDS,
+    "request_prefill_time_seconds": LATENCY_BOUNDS,
+    "request_decode_time_seconds": LATENCY_BOUNDS,
+    "request_prompt_tokens": TOKEN_BOUNDS,
+    "request_generation_tokens": TOKEN_BOUNDS,
+    "request_num_preemptions": PREEMPTION_BOUNDS,
+    "iteration_tokens_total": ITERATION_BOUNDS,
+}
+WINDOWS = ("ttft", "itl", "tpot", "e2e", "queue")
+
+
+class SlidingWindow:
+    """The samples of the last `seconds`, kept in order, so that percentiles are exact and cost nothing to ask.
+
+    At most `max_samples` are kept: under a faster stream the window is shorter, and says so.
+    """
+
+    def __init__(self, seconds: float = WINDOW_SECONDS, max_samples: int = MAX_SAMPLES) -> None:
+        self.seconds = seconds
+        self.max_samples = max_samples
+        self._arrived: deque[tuple[float, float]] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, now: float, value: float) -> None:
+        """Take a sample at time `now` (never decreasing)."""
+        self._arrived.append((now, value))
+        insort(self._sorted, value)
+        if len(self._arrived) > self.max_samples:
+            self._drop_oldest()
+
+    def summary(self, now: float) -> dict[str, float | int | None]:
+        """Number of samples, percentiles (nearest rank; `None` without samples) and the seconds they cover."""
+        while self._arrived and self._arrived[0][0] < now - self.seconds:
+            self._drop_oldest()
+        count = len(self._sorted)
+        full = count == self.max_samples
+        return {
+            "count": count,
+            **{f"p{p}": self.percentile(p) for p in (50, 90, 95, 99)},
+            "window_seconds": round(now - self._arrived[0][0], 3) if full else self.seconds,
+        }
+
+    def percentile(self, p: int) -> float | None:
+        """The smallest sample that at least `p` per cent do not exceed."""
+        count = len(self._sorted)
+        return self._sorted[max(0, -(-count * p // 100) - 1)] if count else None
+
+    def _drop_oldest(self) -> None:
+        _, value = self._arrived.popleft()
+        del self._sorted[bisect_left(self._sorted, value)]
+
+
+class Rate:
+    """Sum per second of what was added over the last `seconds`."""
+
+    def __init__(self, seconds: float = RATE_SECONDS) -> None:
+        self.seconds = seconds
+        self._started: float | None = None
+        self._total = 0.0
+        self._added: deque[tuple[float, float]] = deque()
+
+    def add(self, now: float, amount: float) -> None:
+        """Count `amount` at time `now`."""
+        if self._started is None:
+            self._started = now
+        self._added.append((now, amount))
+        self._total += amount
+        self._expire(now)
+
+    def per_second(self, now: float) -> float:
+        """Rate at `now`; in the first seconds of life over the time there was."""
+        self._expire(now)
+        if self._started is None:
+            return 0.0
+        return max(0.0, self._total) / max(1.0, min(self.seconds, now - self._started))
+
+    def _expire(self, now: float) -> None:
+        while self._added and self._added[0][0] < now - self.seconds:
+            self._total -= self._added.popleft()[1]
+        if not self._added:
+            self._total = 0.0
+
+
+class Histogram:
+    """Counts by bucket, as Prometheus wants them."""
+
+    def __init__(self, bounds: Seq[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value in the first bucket whose bound is not below it."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """`(le, count)` pairs from the lowest bound to +Inf."""
+        total, pairs = 0, []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            pairs.append((bound, total))
+        return pairs
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """One accepted request's times, in seconds on the engine's clock, as its tokens come out."""
+
+    arrival: float
+    num_prompt_tokens: int
+    seated: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    num_output_tokens: int = 0
+    num_gaps_over_target: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def phase(self) -> str:
+        """How far it came: `queued`, `prefill` or `decode`."""
+        if self.first_token is not None:
+            return "decode"
+        return "queued" if self.seated is None else "prefill"
+
+
+@dataclass
+class Stats:
+    """Everything that is counted. Counters only grow; each accepted request ends in one of `finished`."""
+
+    slo: SloTargets
+    num_steps: int = 0
+    num_step_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    aborted: Counter[tuple[str, str]] = field(default_factory=Counter)
+    histograms: dict[str, Histogram] = field(default_factory=lambda: {k: Histogram(v) for k, v in HISTOGRAMS.items()})
+    windows: dict[str, SlidingWindow] = field(default_factory=lambda: {name: SlidingWindow() for name in WINDOWS})
+    step_seconds: SlidingWindow = field(default_factory=SlidingWindow)
+    prompt_rate: Rate = field(default_factory=Rate)
+    output_rate: Rate = field(default_factory=Rate)
+    finish_rate: Rate = field(default_factory=lambda: Rate(60.0))
+    good_rate: Rate = field(default_factory=lambda: Rate(WINDOW_SECONDS))
+    attained: dict[str, deque[tuple[float, bool]]] = field(
+        default_factory=lambda: {name: deque(maxlen=MAX_SAMPLES) for name in ("ttft", "itl", "e2e")}
+    )
+
+    def record_step(self, now: float, seconds: float, num_prompt_tokens: int, num_decode_tokens: int) -> None:
+        """Count a step: its wall time and the tokens it computed."""
+        self.num_steps += 1
+        self.num_step_tokens += num_prompt_tokens + num_decode_tokens
+        self.num_prompt_tokens += num_prompt_tokens
+        self.step_seconds.add(now, seconds)
+        self.prompt_rate.add(now, num_prompt_tokens)
+        self.histograms["iteration_tokens_total"].observe(num_prompt_tokens + num_decode_tokens)
+
+    def record_token(self, times: RequestTimes, now: float) -> None:
+        """Count a token that was generated at `now`."""
+        times.num_output_tokens += 1
+        self.num_output_tokens += 1
+        self.output_rate.add(now, 1)
+        if times.last_token is None:
+            times.first_token = now
+            self._record("ttft", "time_to_first_token_seconds", now, now - times.arrival)
+        else:
+            gap = now - times.last_token
+            self._record("itl", "inter_token_latency_seconds", now, gap)
+            if self.slo.itl_p95_seconds is not None and gap > self.slo.itl_p95_seconds:
+                times.num_gaps_over_target += 1
+        times.last_token = now
+
+    def record_seated(self, times: RequestTimes, now: float) -> None:
+        """Count the wait of a request that takes a seat for the first time."""
+        times.seated = now
+        self._record("queue", "request_queue_time_seconds", now, now - times.arrival)
+
+    def record_finish(self, times: RequestTimes, now: float, reason: str, cause: str | None = None) -> None:
+        """Count an accepted request's ending; `cause` says who aborted it."""
+        self.finished[reason] += 1
+        self.finish_rate.add(now, 1)
+        self.histograms["request_prompt_tokens"].observe(times.num_prompt_tokens)
+        self.histograms["request_generation_tokens"].observe(times.num_output_tokens)
+        self.histograms["request_num_preemptions"].observe(times.num_preemptions)
+        if times.first_token is not None and times.last_token is not None and times.seated is not None:
+            self.histograms["request_prefill_time_seconds"].observe(times.first_token - times.seated)
+            self.histograms["request_decode_time_seconds"].observe(times.last_token - times.first_token)
+        if reason == "abort":
+            self.aborted[cause or "client", times.phase] += 1
+            return
+        self._record("e2e", "e2e_request_latency_seconds", now, now - times.arrival)
+        if times.first_token is not None and times.last_token is not None and times.num_output_tokens > 1:
+            tpot = (times.last_token - times.first_token) / (times.num_output_tokens - 1)
+            self._record("tpot", "request_time_per_output_token_seconds", now, tpot)
+        self._record_attainment(times, now, failed=reason == "error")
+
+    def attainment(self, now: float) -> dict[str, float | None]:
+        """Share of the window's finished requests that met each target; `None` without a target or a request."""
+        return {name: _share(samples, now) for name, samples in self.attained.items()}
+
+    def _record(self, window: str, histogram: str, now: float, value: float) -> None:
+        self.windows[window].add(now, value)
+        self.histograms[histogram].observe(value)
+
+    def _record_attainment(self, times: RequestTimes, now: float, *, failed: bool) -> None:
+        """A request meets the inter-token target when at most 5 % of its gaps are longer."""
+        ttft = None if times.first_token is None else times.first_token - times.arrival
+        gaps = max(1, times.num_output_tokens - 1)
+        met = {
+            "ttft": _within(ttft, self.slo.ttft_p95_seconds),
+            "itl": None if self.slo.itl_p95_seconds is None else times.num_gaps_over_target <= 0.05 * gaps,
+            "e2e": _within(now - times.arrival, self.slo.e2e_p95_seconds),
+        }
+        for name, ok in met.items():
+            if ok is not None:
+                self.attained[name].append((now, ok and not failed))
+        good = not failed and all(ok is not False for ok in met.values())
+        self.good_rate.add(now, 1.0 if good else 0.0)
+
+
+def _within(value: float | None, target: float | None) -> bool | None:
+    if target is None:
+        return None
+    return value is not None and value <= target
+
+
+def _share(samples: deque[tuple[float, bool]], now: float) -> float | None:
+    while samples and samples[0][0] < now - WINDOW_SECONDS:
+        samples.popleft()
+    return sum(ok for _, ok in samples) / len(samples) if samples else None

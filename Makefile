@@ -1,0 +1,53 @@
+# make serve | test | lint | format. Everything is installed into .venv; delete that folder to start afresh.
+SHELL := /bin/sh
+VENV  := .venv
+BIN   := $(VENV)/bin
+ARGS  ?=
+
+.PHONY: serve test lint format clean
+.DEFAULT_GOAL := serve
+
+serve: $(VENV)/.installed
+	@$(BIN)/relevo serve $(ARGS)
+
+test: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The stamps are older than pyproject.toml only after it changed: a second call installs nothing.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing Relevo into $(VENV) (the first time takes a few minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	@echo "Installing Relevo with its test tools into $(VENV) (the first time takes a few minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@ $(VENV)/.installed
+
+# The newest suitable Python wins: macOS brings an old python3 of its own.
+$(BIN)/python:
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	  command -v $$python >/dev/null 2>&1 || continue; \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  $$python -c 'import ensurepip, venv' 2>/dev/null || { no_venv=$$python; continue; }; \
+	  echo "Making $(VENV) with $$($$python --version)"; \
+	  exec $$python -m venv $(VENV); \
+	done; \
+	if [ -n "$$no_venv" ]; then \
+	  echo "relevo: $$no_venv cannot make virtual environments; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; \
+	else \
+	  echo "relevo: Python 3.11 or newer is needed, and none was found; name one with make PYTHON=/path/to/python3" >&2; \
+	fi; \
+	exit 1

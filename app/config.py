@@ -1,0 +1,245 @@
+"""Where settings come from: flag, then environment variable, then file, then default.
+
+Nothing else in the package reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import SecretStr, ValidationError
+
+from app.config_schema import ApiKey, Section, Settings, is_loopback
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from pydantic.fields import FieldInfo
+
+__all__ = ["ApiKey", "Key", "Settings", "environment", "is_loopback", "keys", "load_settings"]
+
+_PREFIX = "RELEVO_"
+# A Kubernetes service called "relevo" puts these into every pod; they are no settings.
+_KUBERNETES = re.compile(r"RELEVO_(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting as a user meets it."""
+
+    section: str
+    name: str
+    field: FieldInfo
+
+    @property
+    def dotted(self) -> str:
+        """The name under which flags hand it in."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        """Its command line flag."""
+        return "--model" if self.dotted == "model.name" else "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return f"{_PREFIX}{self.section}_{self.name}".upper()
+
+    @property
+    def unit(self) -> str:
+        """What its number counts, or nothing."""
+        return str(self._extra["unit"])
+
+    @property
+    def reason(self) -> str:
+        """What it is for, in one line."""
+        return self.field.description or ""
+
+    @property
+    def absent(self) -> str | None:
+        """The word that stands for no value; `None` where there always is one."""
+        word = self._extra["absent"]
+        return None if word is None else str(word)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the flag may be repeated."""
+        return self.name == "api_keys"
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether its value must never be shown."""
+        return self.is_list or SecretStr in get_args(self.field.annotation)
+
+    @property
+    def default(self) -> Any:
+        """Its default as it is written in config.toml."""
+        value = self.field.default
+        return self.absent if value is None else list(value) if isinstance(value, tuple) else value
+
+    @property
+    def range(self) -> str:
+        """What it may be, in words."""
+        if self.is_list:
+            return "a list of name=key"
+        limits = {type(rule).__name__.lower(): rule for rule in self.field.metadata}
+        low, above, high = (getattr(limits.get(name), name, None) for name in ("ge", "gt", "le"))
+        floor = f"more than {_plain(above)}" if above is not None else _plain(low) if low is not None else ""
+        words = f"{floor} to {_plain(high)}" if high is not None else f"at least {floor}" if floor else ""
+        choices = [str(choice) for choice in get_args(self.field.annotation) if isinstance(choice, str)]
+        words = words or ", ".join(choices) or ("true or false" if self.field.annotation is bool else "text, not empty")
+        return f"{words}, or {self.absent}" if self.absent and not choices else words
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        extra = self.field.json_schema_extra
+        return extra if isinstance(extra, dict) else {}
+
+
+def _plain(number: float) -> str:
+    return f"{number:g}" if isinstance(number, float) else f"{number}"
+
+
+def keys() -> Iterator[Key]:
+    """All settings, in the order of config.toml."""
+    for section, model in _sections().items():
+        for name, field in model.model_fields.items():
+            yield Key(section, name, field)
+
+
+def _sections() -> dict[str, type[Section]]:
+    return {name: type(field.default) for name, field in Settings.model_fields.items()}
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment."""
+    return os.environ
+
+
+def load_settings(
+    *, path: Path | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+) -> Settings:
+    """Merge all sources and check the result.
+
+    Args:
+        path: a TOML file, or `None` for none.
+        environ: variables; those that begin with `RELEVO_` are settings.
+        flags: values by dotted key (`scheduler.max_num_seqs`); `None` means not given.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is out of range.
+    """
+    table = {key.dotted: key for key in keys()}
+    merged: dict[str, tuple[Any, str]] = {}
+    if path is not None:
+        merged |= _from_file(path, table)
+    merged |= _from_environment(environ or {}, table)
+    for dotted, value in (flags or {}).items():
+        if value is not None:
+            merged[dotted] = (value, table[dotted].flag)
+    sections = {}
+    for section, model in _sections().items():
+        values = {
+            key.name: _value(key, *merged[dotted])
+            for dotted, key in table.items()
+            if key.section == section and dotted in merged
+        }
+        try:
+            sections[section] = model.model_validate(values)
+        except ValidationError as error:
+            raise _explain(error, section, table, merged) from None
+    settings = Settings.model_validate(sections)
+    _check_capacity(settings)
+    return settings
+
+
+def _from_file(path: Path, table: Mapping[str, Key]) -> dict[str, tuple[Any, str]]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"There is no configuration file {path}.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}") from None
+    found: dict[str, tuple[Any, str]] = {}
+    for section, values in document.items():
+        if section not in _sections():
+            known = [f"[{name}]" for name in _sections()]
+            raise ConfigError(f"{path}: [{section}] is not a known section{_hint(f'[{section}]', known)}")
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {section} must be a section, written as [{section}].")
+        for name, value in values.items():
+            if f"{section}.{name}" not in table:
+                raise ConfigError(f"{path}: [{section}] has no setting {name}{_hint_key(section, name, table)}")
+            found[f"{section}.{name}"] = (value, str(path))
+    return found
+
+
+def _from_environment(environ: Mapping[str, str], table: Mapping[str, Key]) -> dict[str, tuple[Any, str]]:
+    variables = {key.variable: dotted for dotted, key in table.items()}
+    found: dict[str, tuple[Any, str]] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(_PREFIX) or _KUBERNETES.match(variable):
+            continue
+        if variable not in variables:
+            raise ConfigError(f"The variable {variable} is no setting{_hint(variable, variables)}")
+        found[variables[variable]] = (value, variable)
+    return found
+
+
+def _value(key: Key, value: Any, source: str) -> Any:
+    """Refuse what a lax type check would let through, and turn the word for "none" into `None`."""
+    if isinstance(value, str) and key.absent is not None and value.strip().lower() == key.absent:
+        return None
+    is_bool = isinstance(value, bool) and key.field.annotation is not bool
+    if is_bool or (isinstance(value, (dict, list)) and not key.is_list):
+        raise _refusal(key, value, source)
+    return value
+
+
+def _explain(
+    error: ValidationError, section: str, table: Mapping[str, Key], merged: Mapping[str, tuple[Any, str]]
+) -> ConfigError:
+    problem = error.errors(include_url=False, include_context=False)[0]
+    key = table[f"{section}.{problem['loc'][0]}"]
+    detail = problem["msg"].removeprefix("Value error, ") if problem["type"] == "value_error" else None
+    return _refusal(key, *merged[key.dotted], detail=detail)
+
+
+def _refusal(key: Key, value: Any, source: str, *, detail: str | None = None) -> ConfigError:
+    shown = "" if key.is_secret else f" = {value!r}"
+    return ConfigError(
+        f"[{key.section}] {key.name}{shown} (from {source}) is not valid; it takes {detail or key.range}."
+    )
+
+
+def _check_capacity(settings: Settings) -> None:
+    scheduler = settings.scheduler
+    for name in ("num_seqs", "num_batched_tokens"):
+        start, capacity = getattr(scheduler, f"max_{name}"), getattr(scheduler, f"capacity_{name}")
+        if capacity is not None and capacity < start:
+            raise ConfigError(
+                f"[scheduler] capacity_{name} = {capacity} is below max_{name} = {start}; "
+                "raise the one or lower the other."
+            )
+
+
+def _hint_key(section: str, name: str, table: Mapping[str, Key]) -> str:
+    same = [key.name for key in table.values() if key.section == section]
+    if get_close_matches(name, same, 1):
+        return _hint(name, same)
+    elsewhere = {key.name: f"[{key.section}] {key.name}" for key in table.values()}
+    nearest = get_close_matches(name, elsewhere, 1)
+    return f"; did you mean {elsewhere[nearest[0]]}?" if nearest else f"; it has {', '.join(same)}."
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    nearest = get_close_matches(name, list(known), 1, cutoff=0.0)
+    return f"; did you mean {nearest[0]}?" if nearest else "."

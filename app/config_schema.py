@@ -1,0 +1,247 @@
+"""Every setting, declared once: type, range, default, unit and the reason it exists.
+
+Flags and environment variables derive from these classes; tests hold config.toml and the README's table to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+
+from engine.config import EngineConfig, SloTargets
+from engine.errors import ConfigError
+
+_UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_CAPACITY_FACTOR = 4
+
+
+def _setting(default: Any, unit: str, reason: str, *, absent: str | None = None, **limits: Any) -> Any:
+    """Declare a setting. `absent` is the word that stands for `None` in files, variables and flags."""
+    return Field(default, description=reason, json_schema_extra={"unit": unit, "absent": absent}, **limits)
+
+
+def _parse_bytes(value: object) -> object:
+    """Turn `"2GiB"` into bytes; leave the rest to the type check."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().upper().replace(" ", "")
+    number = text.rstrip("BIKMGT")
+    try:
+        return int(float(number) * _UNITS[text[len(number) :] or "B"])
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError('bytes, or a size like "2GiB"') from None
+
+
+def _parse_keys(value: object) -> object:
+    """Turn `name=key` entries, a list or one comma-separated string, into `ApiKey`s."""
+    entries = value.split(",") if isinstance(value, str) else value
+    if not isinstance(entries, (list, tuple)):
+        return value
+    keys = [_parse_key(part) for entry in entries for part in (entry.split(",") if isinstance(entry, str) else [entry])]
+    found = tuple(key for key in keys if key is not None)
+    if len({key.name for key in found}) < len(found):
+        raise ValueError("every name only once")
+    return found
+
+
+def _parse_key(entry: object) -> ApiKey | None:
+    if isinstance(entry, ApiKey):
+        return entry
+    name, _, key = entry.partition("=") if isinstance(entry, str) else ("", "", "")
+    if not name.strip() and not key.strip() and isinstance(entry, str) and "=" not in entry:
+        return None
+    if not name.strip() or not key.strip():
+        raise ValueError("entries of the form name=key")
+    return ApiKey(name.strip(), SecretStr(key.strip()))
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key that may use `/v1`, and the name it goes by in logs and limits."""
+
+    name: str
+    key: SecretStr
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
+ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_parse_keys)]
+
+
+class Section(BaseModel):
+    """One `[section]` of config.toml."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class ModelSection(Section):
+    """`[model]`."""
+
+    name: str = _setting("smollm2-135m", "", "a built-in name, a .gguf file, a directory or a hub id", min_length=1)
+    dtype: Literal["auto", "float32", "bfloat16"] = _setting(
+        "auto", "", "arithmetic of the model; auto is bfloat16 where the processor computes in it, else float32"
+    )
+    max_model_len: int | None = _setting(
+        None, "tokens", "longest prompt plus answer; auto is the model's own", absent="auto", ge=2, le=1 << 20
+    )
+
+
+class EngineSection(Section):
+    """`[engine]`."""
+
+    num_threads: int | None = _setting(
+        None, "threads", "that compute; auto is one a core", absent="auto", ge=1, le=1024
+    )
+
+
+class CacheSection(Section):
+    """`[cache]`."""
+
+    block_size: int = _setting(
+        16, "tokens", "in a KV block; smaller wastes less, larger is less bookkeeping", ge=1, le=256
+    )
+    memory: Bytes | None = _setting(
+        None, "bytes", "for the KV cache alone; auto takes a quarter of what is free", absent="auto", ge=1 << 20
+    )
+
+
+class SchedulerSection(Section):
+    """`[scheduler]`."""
+
+    max_num_seqs: int = _setting(16, "sequences", "seats: how many run at once; live", ge=1, le=4096)
+    max_num_batched_tokens: int = _setting(
+        256,
+        "tokens",
+        "computed in one step; higher reads prompts faster, lower keeps the gaps short; live",
+        ge=1,
+        le=1 << 20,
+    )
+    capacity_num_seqs: int | None = _setting(
+        None, "sequences", "highest live max_num_seqs; auto is four times it", absent="auto", ge=1, le=16384
+    )
+    capacity_num_batched_tokens: int | None = _setting(
+        None, "tokens", "highest live max_num_batched_tokens; auto is four times it", absent="auto", ge=1, le=1 << 22
+    )
+    max_waiting: int = _setting(
+        256, "requests", "that may wait; the next is refused at once with 503", ge=1, le=1 << 20
+    )
+    max_waiting_tokens: int = _setting(
+        262_144, "tokens", "of prompts that may wait, together; 1,024 for each of 256 requests", ge=1, le=1 << 30
+    )
+
+
+class ServerSection(Section):
+    """`[server]`."""
+
+    host: str = _setting(
+        "127.0.0.1", "", "address to listen on; beyond loopback wants keys and an admin token", min_length=1
+    )
+    port: int = _setting(8000, "", "port to listen on; 0 lets the system choose", ge=0, le=65535)
+    drain_timeout_seconds: float = _setting(
+        30.0, "seconds", "running requests may finish for so long after a SIGTERM", ge=0, le=3600
+    )
+    request_timeout_seconds: float = _setting(
+        600.0, "seconds", "deadline of every request; what the openai client waits by default", gt=0, le=86400
+    )
+    slow_client_seconds: float = _setting(
+        30.0, "seconds", "a reader that takes nothing for so long gives up its seat", gt=0, le=3600
+    )
+    vllm_metric_names: bool = _setting(True, "", "serve /metrics under vllm: too, for existing dashboards")
+    served_model_name: str | None = _setting(
+        None, "", "the name clients use; auto is the built-in, file or folder name", absent="auto", min_length=1
+    )
+
+
+class SecuritySection(Section):
+    """`[security]`."""
+
+    api_keys: ApiKeys = _setting((), "", "who may use /v1, as name=key; none leaves it to loopback peers")
+    admin_token: SecretStr | None = _setting(
+        None, "", "opens /ops, /admin and /metrics from elsewhere; empty leaves them to loopback peers", absent=""
+    )
+
+
+class SloSection(Section):
+    """`[slo]`: what users are promised."""
+
+    ttft_p95_seconds: float | None = _setting(
+        2.0,
+        "seconds",
+        "95 % of first tokens come within it; about how long a person waits calmly",
+        absent="none",
+        gt=0,
+        le=3600,
+    )
+    itl_p95_seconds: float | None = _setting(
+        0.25,
+        "seconds",
+        "95 % of gaps between tokens; four tokens a second is reading speed",
+        absent="none",
+        gt=0,
+        le=3600,
+    )
+    e2e_p95_seconds: float | None = _setting(
+        None,
+        "seconds",
+        "95 % of whole answers; none, because it depends on their length",
+        absent="none",
+        gt=0,
+        le=86400,
+    )
+
+
+class Settings(Section):
+    """All settings, checked and frozen."""
+
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    cache: CacheSection = CacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    server: ServerSection = ServerSection()
+    security: SecuritySection = SecuritySection()
+    slo: SloSection = SloSection()
+
+    def engine_config(self) -> EngineConfig:
+        """What the engine is told at start-up."""
+        scheduler = self.scheduler
+        return EngineConfig(
+            model=self.model.name,
+            dtype=self.model.dtype,
+            max_model_len=self.model.max_model_len,
+            served_model_name=self.server.served_model_name,
+            num_threads=self.engine.num_threads or 0,
+            block_size=self.cache.block_size,
+            cache_memory_bytes=self.cache.memory,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            capacity_num_seqs=scheduler.capacity_num_seqs or _CAPACITY_FACTOR * scheduler.max_num_seqs,
+            capacity_num_batched_tokens=scheduler.capacity_num_batched_tokens
+            or _CAPACITY_FACTOR * scheduler.max_num_batched_tokens,
+            max_waiting=scheduler.max_waiting,
+            max_waiting_tokens=scheduler.max_waiting_tokens,
+            slow_client_seconds=self.server.slow_client_seconds,
+            slo=SloTargets(**self.slo.model_dump()),
+        )
+
+    def check_exposure(self, *, insecure: bool = False) -> None:
+        """Refuse to listen beyond loopback while everybody there could use and tune the server.
+
+        Raises:
+            ConfigError: keys or the admin token are missing, and `insecure` does not accept that.
+        """
+        if insecure or is_loopback(self.server.host) or (self.security.api_keys and self.security.admin_token):
+            return
+        raise ConfigError(
+            f"Listening on {self.server.host} is open to others: set [security] api_keys and admin_token, "
+            "or pass --insecure to accept that anyone who can reach it may use it."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,1 @@
+"""From a name to an opened checkpoint: fetch it, read its metadata, hand out its tensors."""

@@ -1,0 +1,208 @@
+"""Text to token ids and back, with the border between text and control tokens in one place."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from engine.errors import InvalidRequestError
+from engine.text_guard import ControlGuard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+# A text in pieces: strings are ordinary text, numbers are control tokens.
+Piece = str | int
+
+SPACE_MARK = "▁"
+
+
+def byte_alphabet() -> dict[int, str]:
+    """The printable character that byte-level vocabularies write for each byte.
+
+    Printable Latin-1 bytes stand for themselves; the others take the characters from U+0100 on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+
+
+class Tokenizer:
+    """A vocabulary with its rules.
+
+    Encoding is free of state, so it may be called from any thread.
+
+    Args:
+        backend: the rules. Its added tokens marked `special` are the control tokens.
+        byte_level: the vocabulary writes bytes as printable characters; otherwise spaces as U+2581 and bytes as `<0xNN>`.
+        stop_token_ids: tokens that end an answer (end of sequence, end of turn).
+        prefix_ids: put before a text that stands alone (a BOS, or nothing).
+        suffix_ids: put after it.
+
+    Attributes:
+        vocab_size: one more than the highest token id.
+        adds_bos: whether a text that stands alone gets a BOS.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        byte_level: bool,
+        stop_token_ids: Iterable[int],
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        prefix_ids: Sequence[int] = (),
+        suffix_ids: Sequence[int] = (),
+    ) -> None:
+        backend.encode_special_tokens = True  # a control token's spelling is ordinary text to the backend
+        self._backend = backend
+        self._continuation = _without_first_space(backend)
+        self._byte_level = byte_level
+        self._prefix_ids = list(prefix_ids)
+        self._suffix_ids = list(suffix_ids)
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.adds_bos = bos_token_id is not None and bos_token_id in self._prefix_ids
+        self.stop_token_ids = frozenset(stop_token_ids)
+
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._texts = [""] * self.vocab_size
+        for text, token_id in vocabulary.items():
+            self._texts[token_id] = text
+        self._added = backend.get_added_tokens_decoder()
+        self._controls = {added.content: (i, added) for i, added in self._added.items() if added.special}
+        self._control_ids = frozenset(i for i, _ in self._controls.values())
+        # Longest first: where one spelling begins another, the longer is meant.
+        spellings = sorted(filter(None, self._controls), key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        self._byte_table = {ord(character): byte for byte, character in byte_alphabet().items()}
+
+    @cached_property
+    def guard(self) -> ControlGuard:
+        """What keeps the contents of messages apart from control tokens; made at first use."""
+        return ControlGuard(self._controls)
+
+    @cached_property
+    def token_bytes_table(self) -> Sequence[bytes]:
+        """The bytes of every token, by id; made at first use."""
+        return [self.token_bytes(token_id) for token_id in range(self.vocab_size)]
+
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary spells it (`""` where there is none); for a control token, its name."""
+        return self._texts[token_id] if 0 <= token_id < self.vocab_size else ""
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether the token steers the model and is not text."""
+        return token_id in self._control_ids
+
+    def encode(self, text: str, *, parse_control: bool, add_special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            parse_control: spellings of control tokens become those tokens; otherwise they are ordinary text.
+            add_special: add what the tokenizer puts around a text that stands alone; a BOS is never doubled.
+
+        Raises:
+            InvalidRequestError: the text holds half of a surrogate pair, which no encoding can carry.
+        """
+        ids = self.encode_pieces(self.split_control(text) if parse_control else [text])
+        if not add_special:
+            return ids
+        prefix = [] if self._prefix_ids and ids[: len(self._prefix_ids)] == self._prefix_ids else self._prefix_ids
+        return [*prefix, *ids, *self._suffix_ids]
+
+    def encode_pieces(self, pieces: Iterable[Piece]) -> list[int]:
+        """Token ids of a text already split: each string is encoded as one ordinary text, ids stay."""
+        ids: list[int] = []
+        for piece in pieces:
+            if isinstance(piece, int):
+                ids.append(piece)
+            elif piece:
+                ids += self._encode_ordinary(piece, first=not ids)
+        return ids
+
+    def split_control(self, text: str) -> list[Piece]:
+        """Split a text at the spellings of control tokens, which become ids."""
+        pieces: list[Piece] = []
+        end = 0
+        for match in self._control_pattern.finditer(text):
+            if match.start() < end:
+                continue
+            token_id, added = self._controls[match.group()]
+            ordinary = text[end : match.start()]
+            pieces.append(ordinary.rstrip() if added.lstrip else ordinary)
+            pieces.append(token_id)
+            end = match.end()
+            while added.rstrip and text[end : end + 1].isspace():
+                end += 1
+        pieces.append(text[end:])
+        return [piece for piece in pieces if piece != ""]
+
+    def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
+        """The text of tokens; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            InvalidRequestError: an id is not in the vocabulary.
+        """
+        chunks: list[bytes] = []
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"Token id {token_id} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}.",
+                    param="tokens",
+                )
+            if not (skip_control and self.is_control(token_id)):
+                chunks.append(self.token_bytes(token_id))
+        return b"".join(chunks).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes a token stands for; none for an id outside the vocabulary (padding of the embedding)."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        text = self._texts[token_id]
+        if token_id in self._added:
+            return text.encode()
+        if self._byte_level:
+            try:
+                return text.translate(self._byte_table).encode("latin-1")
+            except UnicodeEncodeError:
+                return text.encode()
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            return bytes.fromhex(text[3:5])
+        return text.replace(SPACE_MARK, " ").encode()
+
+    def _encode_ordinary(self, text: str, *, first: bool) -> list[int]:
+        backend = self._backend if first else self._continuation
+        try:
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequestError("The text holds half of a surrogate pair; send whole characters.") from error
+        return ids
+
+
+def _without_first_space(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The rules for text after a control token: a space put before the first word only is left out there."""
+    rules = json.loads(backend.to_str()) if isinstance(backend.pre_tokenizer, _MAY_PREPEND) else {}
+    if not _replace_first(rules.get("pre_tokenizer")):
+        return backend
+    changed = tokenizers.Tokenizer.from_str(json.dumps(rules))
+    changed.encode_special_tokens = True
+    return changed
+
+
+_MAY_PREPEND = (tokenizers.pre_tokenizers.Metaspace, tokenizers.pre_tokenizers.Sequence)
+
+
+def _replace_first(rule: Any) -> bool:
+    if not isinstance(rule, dict):
+        return False
+    if rule.get("type") == "Metaspace" and rule.get("prepend_scheme") == "first":
+        rule["prepend_scheme"] = "never"
+        return True
+    return any([_replace_first(inner) for inner in rule.get("pretokenizers", [])])

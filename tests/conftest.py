@@ -1,0 +1,17 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+pytest_plugins = ["tests.fixtures_model"] if importlib.util.find_spec("tests.fixtures_model") else []
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have settings in the environment; the tests see none."""
+    for name in [name for name in os.environ if name.startswith("RELEVO_")]:
+        monkeypatch.delenv(name)

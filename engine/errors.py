@@ -64,11 +64,14 @@ class InvalidRequestError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt alone is longer than the usable capacity, in tokens."""
+    """The prompt alone is longer than the usable capacity, in tokens (`at_least`: it was not counted to its end)."""
 
-    def __init__(self, num_prompt_tokens: int, capacity: int, *, param: str | None = None) -> None:
+    def __init__(
+        self, num_prompt_tokens: int, capacity: int, *, param: str | None = None, at_least: bool = False
+    ) -> None:
         super().__init__(
-            f"The prompt has {num_prompt_tokens} tokens, but at most {capacity} fit here. Shorten the prompt.",
+            f"The prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, "
+            f"but at most {capacity} fit here. Shorten the prompt.",
             param=param,
             code="context_length_exceeded",
         )

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from engine.sequence import FinishReason
-
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from engine.sequence import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,10 @@ class Scheduler:
         """The live sequence of this id, if it has not ended."""
         return self._live.get(sequence_id)
 
+    def request_ids(self, sequence_ids: Iterable[int]) -> tuple[str, ...]:
+        """Names of live sequences."""
+        return tuple([self._live[sequence_id].request_id for sequence_id in sequence_ids])
+
     @property
     def sequences(self) -> Iterable[Sequence]:
         """Every live sequence, in the order of arrival."""
@@ -137,14 +141,15 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledBatch:
         """Plan the next step. An empty batch means that nothing waits or runs."""
-        self._step += 1
-        plan = _Plan(self._step, self.limits.max_num_batched_tokens)
+        plan = _Plan(self._step + 1, self.limits.max_num_batched_tokens)
         self._continue_running(plan)
         if plan.preempted:
             # Whoever lost its seat must not take it back from under those it was lost to.
             self.wait_reason = "kv_memory"
         else:
             self._admit_waiting(plan, now)
+        if plan.seats:
+            self._step = plan.step
         return plan.freeze()
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[SequenceUpdate]:

@@ -1,4 +1,4 @@
-"""Numbers about what happened: exact percentiles over a sliding window, histograms, counters. Time comes in as argument."""
+"""Counters, histograms, and exact percentiles over a sliding window. Time comes in as an argument."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class RequestTimes:
     """One accepted request's times, in seconds on the engine's clock, as its tokens come out."""
 
     arrival: float
-    num_prompt_tokens: int
+    num_prompt_tokens: int = 0
     seated: float | None = None
     first_token: float | None = None
     last_token: float | None = None

@@ -1,0 +1,278 @@
+"""Opens the actors and is what the outside holds: submit, look, limit, drain."""
+
+from __future__ import annotations
+
+import math
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.errors import DrainingError, QueueFullError, RequestError
+from engine.handle import Handle
+from engine.ingress import Ingress
+from engine.kv_cache import KVCache
+from engine.messages import Command, Result, SetLimits
+from engine.report import Report
+from engine.scheduler import Scheduler
+from engine.scheduling import Scheduling
+from engine.stats import Stats
+from engine.stepper import open_stepper
+from engine.streaming import Streaming
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
+    from typing import Any
+
+    from engine.config import EngineConfig, Limits
+    from engine.errors import RelevoError
+    from engine.handle import GenerationRequest
+    from engine.loaded import ChatTemplateLike, LoadedModel, TokenizerLike
+    from engine.report import MetricsView
+    from engine.stepper import Stepper
+
+STALL_SECONDS = 15.0
+MAX_RETRY_AFTER_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is being served; `context_length` is the usable capacity in tokens."""
+
+    name: str
+    context_length: int
+    dtype: str
+    weights_kind: str
+    num_blocks: int
+    block_size: int
+    has_chat_template: bool
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether new requests are served, and if not, why."""
+
+    ready: bool
+    reason: str | None = None
+
+
+class Engine:
+    """A running engine; made by `open_engine`."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, stepper: Stepper) -> None:
+        self.config = config
+        self.limits = config.limits
+        self.capacity = config.capacity
+        self.tokenizer: TokenizerLike = loaded.tokenizer
+        self.chat_template: ChatTemplateLike | None = loaded.chat_template
+        self._scheduler = Scheduler(
+            KVCache(loaded.num_blocks, config.block_size),
+            limits=config.limits,
+            num_seats=config.capacity_num_seqs,
+            max_model_len=loaded.max_model_len,
+        )
+        self.model = ModelInfo(
+            name=loaded.name,
+            context_length=self._scheduler.usable_capacity,
+            dtype=loaded.dtype,
+            weights_kind=loaded.weights_kind,
+            num_blocks=loaded.num_blocks,
+            block_size=config.block_size,
+            has_chat_template=loaded.chat_template is not None,
+            remarks=loaded.remarks,
+        )
+        self._stats = Stats(config.slo)
+        self._draining = False
+        self._open: dict[int, Handle] = {}
+        self._idle = trio.Event()
+        self._idle.set()
+        self._ids = count(1)
+        self._connect(loaded, stepper)
+        self._report = Report(self._scheduler, self._scheduling, self._stats, config, started=trio.current_time())
+
+    def _connect(self, loaded: LoadedModel, stepper: Stepper) -> None:
+        """Make the channels and the actors. No channel that is sent to without waiting can ever be full.
+
+        An open request has sent at most one Add and two Ends, and stays open until the scheduler has seen them.
+        """
+        config = self.config
+        max_open = config.max_waiting + config.capacity_num_seqs + 1
+        self._arrivals, arrivals = trio.open_memory_channel[Handle](max_open)
+        self._commands, commands = trio.open_memory_channel[Command](4 * max_open)
+        send_result, results = trio.open_memory_channel[Result](16)
+        self._ingress = Ingress(
+            loaded.tokenizer,
+            loaded.chat_template,
+            self.model.context_length,
+            arrivals=arrivals,
+            commands=self._commands,
+            results=send_result,
+            waiting_room=self._check_waiting_tokens,
+            on_refused=self._refused,
+        )
+        self._scheduling = Scheduling(self._scheduler, loaded.runner, stepper, commands, send_result, self._stats)
+        self._streaming = Streaming(
+            loaded.tokenizer,
+            results=results,
+            commands=self._commands,
+            stats=self._stats,
+            slow_client_seconds=config.slow_client_seconds,
+            on_closed=self._closed,
+        )
+
+    async def run(self) -> None:
+        """The three actors, until cancelled or one of them fails."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._ingress.run, name="ingress")
+            nursery.start_soon(self._scheduling.run, name="scheduling")
+            nursery.start_soon(self._streaming.run, name="streaming")
+
+    def submit(self, request: GenerationRequest) -> Handle:
+        """Hand in a request. Never waits; whether it can be served is known after `Handle.accepted()`.
+
+        Raises:
+            QueueFullError: as many requests, or prompt tokens, wait as may.
+            DrainingError: nothing new is taken any more.
+        """
+        if self._draining:
+            self._stats.rejected["draining"] += 1
+            raise DrainingError
+        depth = len(self._open) - len(self._scheduler.running)
+        if depth >= self.config.max_waiting:
+            self._stats.rejected["queue_full"] += 1
+            raise QueueFullError("requests", depth, self.config.max_waiting, retry_after_seconds=self._retry_after())
+        handle = Handle(request, next(self._ids), trio.current_time())
+        self._arrivals.send_nowait(handle)
+        self._open[handle.sequence_id] = handle
+        if self._idle.is_set():
+            self._idle = trio.Event()
+        return handle
+
+    def abort(self, request_id: str, cause: str) -> bool:
+        """End every open request of this name; whether there was one."""
+        found = [handle for handle in self._open.values() if handle.request_id == request_id]
+        for handle in found:
+            handle.abort(cause)
+        return bool(found)
+
+    async def set_limits(self, changes: Mapping[str, int]) -> Limits:
+        """Change live limits at the next step boundary. Lowering drains: nobody loses a seat.
+
+        Args:
+            changes: `max_num_seqs`, `max_num_batched_tokens`, or both.
+
+        Raises:
+            ValueError: unknown, or not between 1 and the capacity; then nothing has changed.
+        """
+        for name, value in changes.items():
+            if name not in ("max_num_seqs", "max_num_batched_tokens"):
+                raise ValueError(f"{name} cannot be changed while running")
+            if not 1 <= value <= getattr(self.capacity, name):
+                raise ValueError(f"{name} must lie between 1 and {getattr(self.capacity, name)}, not {value}")
+        limits = replace(self.limits, generation=self.limits.generation + 1, **changes)
+        self.limits = limits
+        done = trio.Event()
+        await self._commands.send(SetLimits(limits, done))
+        await done.wait()
+        return limits
+
+    def health(self) -> Health:
+        """Whether requests are served now. Answered from memory."""
+        if self._draining:
+            return Health(False, "draining: finishing what runs, taking nothing new")
+        started = self._scheduling.step_started
+        if started is not None and trio.current_time() - started > STALL_SECONDS:
+            return Health(False, f"stalled: a step has been running for {trio.current_time() - started:.0f} s")
+        return Health(True)
+
+    def drain(self) -> None:
+        """Take nothing new from now on; what is open goes on."""
+        self._draining = True
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is open."""
+        while self._open:
+            await self._idle.wait()
+
+    def abort_all(self, cause: str) -> None:
+        """End everything that is open."""
+        for handle in list(self._open.values()):
+            handle.abort(cause)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The numbers of `/ops/stats.json`, true now."""
+        return self._report.snapshot(trio.current_time(), self.limits)
+
+    def metrics(self) -> MetricsView:
+        """The numbers of `/metrics`, true now."""
+        return self._report.metrics(self.limits)
+
+    def _check_waiting_tokens(self, num_tokens: int) -> None:
+        depth, limit = self._scheduler.num_waiting_tokens, self.config.max_waiting_tokens
+        if depth and depth + num_tokens > limit:
+            raise QueueFullError("prompt tokens", depth, limit, retry_after_seconds=self._retry_after())
+
+    def _retry_after(self) -> int:
+        """Whole seconds until about half of the queue will be gone, at the rate at which requests finish now."""
+        rate = self._stats.finish_rate.per_second(trio.current_time())
+        depth = max(1, len(self._open) - len(self._scheduler.running))
+        seconds = MAX_RETRY_AFTER_SECONDS if rate == 0 else math.ceil(depth / 2 / rate)
+        return max(1, min(seconds, MAX_RETRY_AFTER_SECONDS))
+
+    def _refused(self, handle: Handle, error: RelevoError | None) -> None:
+        """A handle goes no further than the door; `error` is `None` when its caller left meanwhile."""
+        if error is None:
+            self._stats.aborted[handle.abort_cause or "client", "door"] += 1
+        else:
+            code = error.code if isinstance(error, (RequestError, QueueFullError)) else None
+            self._stats.rejected[code if code in ("context_length_exceeded", "queue_full") else "invalid"] += 1
+        self._streaming.forget(handle)
+        self._closed(handle)
+
+    def _closed(self, handle: Handle) -> None:
+        del self._open[handle.sequence_id]
+        if not self._open:
+            self._idle.set()
+
+
+def _load_model(config: EngineConfig) -> LoadedModel:
+    """The real model; torch is imported only where one is run."""
+    from engine.startup import load_model
+
+    return load_model(config)
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig,
+    *,
+    load: Callable[[EngineConfig], LoadedModel] = _load_model,
+    stepper: Callable[[], AbstractAsyncContextManager[Stepper]] = open_stepper,
+) -> AsyncIterator[Engine]:
+    """An engine whose model is loaded and whose actors run; a failing actor cancels the body.
+
+    Args:
+        config: start-up settings.
+        load: makes the model, on the stepper's thread; the default loads `config.model`.
+        stepper: opens the thread that makes the torch calls.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        ConfigError: a setting does not go with the model or the machine.
+    """
+    async with stepper() as opened:
+        engine = Engine(config, await opened.run(partial(load, config)), opened)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.run)
+            yield engine
+            nursery.cancel_scope.cancel()

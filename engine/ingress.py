@@ -1,0 +1,128 @@
+"""The actor at the door: tokenizes, refuses what can never fit, and passes the rest on."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError, RelevoError, RequestError
+from engine.handle import ChatPrompt, TextPrompt, TokensPrompt
+from engine.messages import Add, End, Opened
+from engine.sequence import FinishReason, Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.handle import Handle
+    from engine.loaded import ChatTemplateLike, TokenizerLike
+    from engine.messages import Command, Result
+
+# Longer texts are tokenized on a worker thread, so that the event loop goes on beating.
+LONG_TEXT = 16_384
+
+
+class Ingress:
+    """Turns handles into sequences, in the order of their arrival.
+
+    Args:
+        tokenizer: of the model.
+        chat_template: of the model, if it has one.
+        usable_capacity: the longest prompt that fits, in tokens.
+        waiting_room: raises `QueueFullError` when so many prompt tokens more cannot wait.
+        on_refused: told about a handle that goes no further.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        chat_template: ChatTemplateLike | None,
+        usable_capacity: int,
+        *,
+        arrivals: trio.MemoryReceiveChannel[Handle],
+        commands: trio.MemorySendChannel[Command],
+        results: trio.MemorySendChannel[Result],
+        waiting_room: Callable[[int], None],
+        on_refused: Callable[[Handle, RelevoError | None], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._usable_capacity = usable_capacity
+        self._longest_token = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+        self._arrivals = arrivals
+        self._commands = commands
+        self._results = results
+        self._waiting_room = waiting_room
+        self._on_refused = on_refused
+
+    async def run(self) -> None:
+        """Take in one handle after the other, for ever."""
+        async for handle in self._arrivals:
+            try:
+                token_ids = await self._tokenize(handle)
+                self._check(handle, token_ids)
+            except (RequestError, QueueFullError) as error:
+                handle.refuse(error)
+                self._on_refused(handle, error)
+                continue
+            await self._pass_on(handle, token_ids)
+
+    async def _pass_on(self, handle: Handle, token_ids: tuple[int, ...]) -> None:
+        await self._results.send(Opened(handle))
+        # An abort may have come meanwhile. Between this look and the two lines below nothing else runs.
+        if handle.abort_cause is not None:
+            self._on_refused(handle, None)
+            return
+        self._commands.send_nowait(Add(self._sequence(handle, token_ids)))
+        end = End(handle.sequence_id, FinishReason.ABORT)
+        handle.accept(len(token_ids), on_abort=partial(self._commands.send_nowait, end))
+
+    def _sequence(self, handle: Handle, token_ids: tuple[int, ...]) -> Sequence:
+        request = handle.request
+        params = request.params
+        if not request.ignore_eos:
+            stop_token_ids = params.stop_token_ids | self._tokenizer.stop_token_ids
+            params = dataclasses.replace(params, stop_token_ids=stop_token_ids)
+        return Sequence(handle.sequence_id, handle.request_id, token_ids, params, handle.arrival_time)
+
+    def _check(self, handle: Handle, token_ids: tuple[int, ...]) -> None:
+        param = handle.request.prompt.param
+        if not token_ids:
+            raise InvalidRequestError("The prompt is empty: give at least one token.", param=param)
+        if len(token_ids) > self._usable_capacity:
+            raise ContextLengthError(len(token_ids), self._usable_capacity, param=param)
+        self._waiting_room(len(token_ids))
+
+    async def _tokenize(self, handle: Handle) -> tuple[int, ...]:
+        prompt = handle.request.prompt
+        match prompt:
+            case TokensPrompt(token_ids):
+                self._check_ids(token_ids, prompt.param)
+                return token_ids
+            case TextPrompt(text):
+                encode = partial(self._tokenizer.encode, text, parse_control=True)
+                length = len(text)
+            case ChatPrompt(messages):
+                if self._chat_template is None:
+                    raise InvalidRequestError(
+                        "This model has no chat template; use /v1/completions instead.", param=prompt.param
+                    )
+                encode = partial(self._chat_template.encode, list(messages), self._tokenizer)
+                length = sum(len(str(message.get("content") or "")) for message in messages)
+        # Even if every token were the longest there is, this text would not fit: no need to tokenize it.
+        if length > self._usable_capacity * self._longest_token:
+            least = length // self._longest_token
+            raise ContextLengthError(least, self._usable_capacity, param=prompt.param, at_least=True)
+        if length > LONG_TEXT:
+            return tuple(await trio.to_thread.run_sync(encode))
+        return tuple(encode())
+
+    def _check_ids(self, token_ids: tuple[int, ...], param: str) -> None:
+        vocab_size = self._tokenizer.vocab_size
+        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"Token id {wrong} is not in the vocabulary of 0 to {vocab_size - 1}.", param=param
+            )

@@ -1,0 +1,75 @@
+"""A model that is ready to run, as the actors see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine.stepper import Runner
+
+
+class TokenizerLike(Protocol):
+    """What the engine asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens with which the model ends an answer."""
+        ...
+
+    def encode(self, text: str, *, parse_control: bool, add_special: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
+        """Text of token ids."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for."""
+        ...
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether the token steers the model and is no text."""
+        ...
+
+
+class ChatTemplateLike(Protocol):
+    """What the engine asks of a chat template."""
+
+    def encode(
+        self, messages: list[dict[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation; raises `InvalidRequestError` when the template refuses it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything that loading gives.
+
+    Attributes:
+        name: what clients call it.
+        dtype: of the computation, e.g. `float32`.
+        weights_kind: how the weights were stored, e.g. `Q4_1`.
+        max_model_len: context length in tokens.
+        num_blocks: KV blocks that the runner has memory for.
+        remarks: one line each about what was chosen and why.
+    """
+
+    name: str
+    dtype: str
+    weights_kind: str
+    max_model_len: int
+    num_blocks: int
+    runner: Runner
+    tokenizer: TokenizerLike
+    chat_template: ChatTemplateLike | None
+    remarks: tuple[str, ...] = ()

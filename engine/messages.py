@@ -1,0 +1,66 @@
+"""What travels between the actors: frozen values over bounded channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import trio
+
+    from engine.config import Limits
+    from engine.handle import Handle
+    from engine.scheduler import SequenceUpdate
+    from engine.sequence import FinishReason, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """ingress → scheduling: a sequence that fits wants to be answered."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """handle or streaming → scheduling: this sequence ends now (abort, or a stop string was found)."""
+
+    sequence_id: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SetLimits:
+    """admin → scheduling: new limits from the next step on; `done` is set when they hold."""
+
+    limits: Limits
+    done: trio.Event
+
+
+Command = Add | End | SetLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """ingress → streaming: tokens of this request will follow."""
+
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """scheduling → streaming: what a step, or an abort between two steps, meant for each sequence.
+
+    Attributes:
+        planned: when the step was planned; those in `seated` sat down then.
+        finished: when its results were there.
+    """
+
+    planned: float
+    finished: float
+    updates: tuple[SequenceUpdate, ...]
+    seated: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
+
+
+Result = Opened | StepResult

@@ -1,0 +1,188 @@
+"""What the engine tells about itself: one dict for people, one view for Prometheus. Read-only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.handle import ABORT_CAUSES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.config import EngineConfig, Limits
+    from engine.scheduler import Scheduler
+    from engine.scheduling import Scheduling
+    from engine.sequence import Sequence
+    from engine.stats import Histogram, Stats
+
+WAIT_REASONS = ("seats", "token_budget", "kv_memory")
+FINISH_REASONS = ("stop", "length", "abort", "error")
+PHASES = ("door", "queued", "prefill", "decode")
+REJECTION_REASONS = ("context_length_exceeded", "queue_full", "draining", "invalid")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsView:
+    """Numbers for Prometheus, under the stems of vLLM's names. A label's values are a closed set, present from zero.
+
+    Attributes:
+        gauges: name to value.
+        counters: name to value.
+        labelled_gauges: name to (label names, {label values: value}).
+        labelled_counters: the same for counters.
+        histograms: name to histogram.
+        cache_config: labels of `cache_config_info`.
+    """
+
+    gauges: Mapping[str, float]
+    counters: Mapping[str, float]
+    labelled_gauges: Mapping[str, tuple[tuple[str, ...], Mapping[tuple[str, ...], float]]]
+    labelled_counters: Mapping[str, tuple[tuple[str, ...], Mapping[tuple[str, ...], float]]]
+    histograms: Mapping[str, Histogram]
+    cache_config: Mapping[str, str]
+
+
+class Report:
+    """Reads the scheduler and the statistics."""
+
+    def __init__(
+        self, scheduler: Scheduler, scheduling: Scheduling, stats: Stats, config: EngineConfig, *, started: float
+    ) -> None:
+        self._scheduler = scheduler
+        self._scheduling = scheduling
+        self._stats = stats
+        self._config = config
+        self._started = started
+
+    def snapshot(self, now: float, limits: Limits) -> dict[str, Any]:
+        """The object of `/ops/stats.json`; `now` is on the engine's clock."""
+        scheduler, stats = self._scheduler, self._stats
+        usage = scheduler.kv_cache.usage
+        return {
+            "uptime_seconds": round(now - self._started, 3),
+            "step": {
+                "count": stats.num_steps,
+                "seconds_p50": stats.step_seconds.summary(now)["p50"],
+                "tokens": stats.num_step_tokens,
+            },
+            "requests": self._requests(),
+            "active": [self._active(sequence, now) for sequence in scheduler.sequences],
+            "kv": {
+                "block_size": self._config.block_size,
+                "total": usage.total,
+                "used": usage.used,
+                "cached": usage.cached,
+                "free": usage.free,
+                "usage": round(usage.used / usage.total, 4),
+                "owners": {s.request_id: len(s.block_ids) for s in scheduler.running},
+            },
+            "prefix_cache": {"query_tokens": 0, "hit_tokens": 0},
+            "preemptions": scheduler.num_preemptions,
+            "recomputed_tokens": scheduler.num_recomputed_tokens,
+            "dropped_results": scheduler.num_dropped_results,
+            "useful_row_share": scheduler.num_useful_rows / scheduler.num_rows if scheduler.num_rows else None,
+            "tokens_per_second": {
+                "prompt": round(stats.prompt_rate.per_second(now), 2),
+                "output": round(stats.output_rate.per_second(now), 2),
+            },
+            "tokens": {"prompt": stats.num_prompt_tokens, "output": stats.num_output_tokens},
+            "latency": {name: window.summary(now) for name, window in stats.windows.items()},
+            "slo": self._slo(now),
+            "config": {
+                "max_num_seqs": limits.max_num_seqs,
+                "max_num_batched_tokens": limits.max_num_batched_tokens,
+                "generation": limits.generation,
+            },
+            "table": self._scheduling.log.table(limits),
+        }
+
+    def metrics(self, limits: Limits) -> MetricsView:
+        """The numbers of `/metrics`."""
+        scheduler, stats = self._scheduler, self._stats
+        usage = scheduler.kv_cache.usage
+        waiting = self._waiting_by_reason()
+        return MetricsView(
+            gauges={
+                "num_requests_running": len(scheduler.running),
+                "num_requests_waiting": len(scheduler.waiting),
+                "kv_cache_usage_perc": usage.used / usage.total,
+                "max_num_seqs": limits.max_num_seqs,
+                "max_num_batched_tokens": limits.max_num_batched_tokens,
+            },
+            counters={
+                "num_preemptions": scheduler.num_preemptions,
+                "prompt_tokens": stats.num_prompt_tokens,
+                "generation_tokens": stats.num_output_tokens,
+                "prefix_cache_queries": 0,
+                "prefix_cache_hits": 0,
+            },
+            labelled_gauges={
+                "num_requests_waiting_by_reason": (
+                    ("reason",),
+                    {(reason,): waiting.get(reason, 0) for reason in WAIT_REASONS},
+                ),
+            },
+            labelled_counters={
+                "request_success": (("finished_reason",), {(r,): stats.finished[r] for r in FINISH_REASONS}),
+                "admission_rejections": (("reason",), {(r,): stats.rejected[r] for r in REJECTION_REASONS}),
+                "request_aborts": (
+                    ("cause", "phase"),
+                    {(cause, phase): stats.aborted[cause, phase] for cause in ABORT_CAUSES for phase in PHASES},
+                ),
+            },
+            histograms=stats.histograms,
+            cache_config={"block_size": str(self._config.block_size), "num_gpu_blocks": str(usage.total)},
+        )
+
+    def _requests(self) -> dict[str, Any]:
+        scheduler, stats = self._scheduler, self._stats
+        aborted: dict[str, dict[str, int]] = {}
+        for (cause, phase), number in stats.aborted.items():
+            aborted.setdefault(cause, {})[phase] = number
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "waiting_tokens": scheduler.num_waiting_tokens,
+            "waiting_by_reason": self._waiting_by_reason(),
+            "finished_by_reason": {reason: stats.finished[reason] for reason in FINISH_REASONS},
+            "rejected_by_reason": {reason: stats.rejected[reason] for reason in REJECTION_REASONS},
+            "aborted_by_cause_and_phase": aborted,
+        }
+
+    def _waiting_by_reason(self) -> dict[str, int]:
+        """Everybody waits for what the first in the queue waits for: the order of arrival is kept."""
+        counts: Counter[str] = Counter()
+        if self._scheduler.waiting:
+            counts[self._scheduler.wait_reason or "token_budget"] = len(self._scheduler.waiting)
+        return dict(counts)
+
+    def _active(self, sequence: Sequence, now: float) -> dict[str, Any]:
+        waits = sequence.seat < 0
+        first = sequence.first_token_time
+        return {
+            "request_id": sequence.request_id,
+            "state": sequence.status.value,
+            "reason": (self._scheduler.wait_reason or "token_budget") if waits else None,
+            "phase": None if waits else ("prefill" if sequence.num_output_tokens == 0 else "decode"),
+            "seat": None if waits else sequence.seat,
+            "prompt_tokens": sequence.num_prompt_tokens,
+            "computed_tokens": sequence.num_computed_tokens,
+            "output_tokens": sequence.num_output_tokens,
+            "age_seconds": round(now - sequence.arrival_time, 3),
+            "ttft_seconds": None if first is None else round(first - sequence.arrival_time, 4),
+            "num_preemptions": sequence.num_preemptions,
+        }
+
+    def _slo(self, now: float) -> dict[str, Any]:
+        slo, attained = self._config.slo, self._stats.attainment(now)
+        return {
+            "targets": {
+                "ttft_p95_seconds": slo.ttft_p95_seconds,
+                "itl_p95_seconds": slo.itl_p95_seconds,
+                "e2e_p95_seconds": slo.e2e_p95_seconds,
+            },
+            "attainment": {f"{name}_p95_seconds": share for name, share in attained.items()},
+            "goodput_requests_per_second": round(self._stats.good_rate.per_second(now), 4),
+        }

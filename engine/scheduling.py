@@ -1,0 +1,136 @@
+"""The actor that owns the scheduler: commands in, a step, results out, and again."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.errors import EngineError
+from engine.messages import Add, End, SetLimits, StepResult
+from engine.scheduler import SequenceUpdate
+from engine.sequence import FinishReason
+from engine.step_log import StepLog, StepRecord
+
+if TYPE_CHECKING:
+    from engine.batch import ScheduledBatch
+    from engine.messages import Command, Result
+    from engine.scheduler import Scheduler
+    from engine.stats import Stats
+    from engine.stepper import Runner, Stepper
+
+log = logging.getLogger("relevo.engine")
+
+MAX_FAILED_STEPS = 3
+
+
+class Scheduling:
+    """Plans a step, has it executed, applies what came back. Nobody else touches the scheduler's state.
+
+    Args:
+        scheduler: the pure rules.
+        runner: executes a batch.
+        stepper: where the runner's calls are made.
+        commands: requests to add, sequences to end, limits to set.
+        results: tokens and endings, for the streaming actor.
+        stats: counts steps and tokens.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        stepper: Stepper,
+        commands: trio.MemoryReceiveChannel[Command],
+        results: trio.MemorySendChannel[Result],
+        stats: Stats,
+    ) -> None:
+        self.scheduler = scheduler
+        self.log = StepLog()
+        self.step_started: float | None = None
+        self._runner = runner
+        self._stepper = stepper
+        self._commands = commands
+        self._results = results
+        self._stats = stats
+        self._failed_steps = 0
+
+    async def run(self) -> None:
+        """Schedule → execute → update, for ever; waits for a command when there is nothing to do.
+
+        Raises:
+            EngineError: several steps in a row failed.
+        """
+        while True:
+            await self._apply_commands()
+            batch = self.scheduler.schedule(trio.current_time())
+            if batch.seats:
+                await self._results.send(await self._step(batch))
+            elif self.scheduler.waiting:
+                await self._results.send(self._give_up_on_first())
+            else:
+                self.scheduler.check_integrity()
+                await self._apply(await self._commands.receive())
+
+    async def _step(self, batch: ScheduledBatch) -> StepResult:
+        planned = trio.current_time()
+        self._record(batch, planned)
+        self.step_started = planned
+        error: Exception | None = None
+        try:
+            output = await self._stepper.run(lambda: self._runner.execute(batch))
+        except Exception as caught:
+            error = caught
+        self.step_started = None
+        # From here to the end of this function nothing is awaited: the step's effects are applied as one.
+        finished = trio.current_time()
+        if error is None:
+            self._failed_steps = 0
+            updates = self.scheduler.update(batch, output, finished)
+        else:
+            updates = self._fail(batch, error)
+        num_decode_tokens = sum(batch.decodes)
+        self._stats.record_step(finished, finished - planned, batch.num_tokens - num_decode_tokens, num_decode_tokens)
+        seated = tuple(seated.sequence_id for seated in batch.seated)
+        return StepResult(planned, finished, tuple(updates), seated, batch.preempted)
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> list[SequenceUpdate]:
+        self._failed_steps += 1
+        log.error("step %d failed, its %d requests end with an error", batch.step, len(batch), exc_info=error)
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineError(f"{self._failed_steps} steps in a row failed, the last one with: {error!r}") from error
+        return self.scheduler.fail(batch, f"The model failed in step {batch.step}: {type(error).__name__}.")
+
+    def _give_up_on_first(self) -> StepResult:
+        """Something waits, nothing runs and nothing could be seated: never wait for ever, fail exactly one request."""
+        now = trio.current_time()
+        sequence_id = next(iter(self.scheduler.waiting))
+        self.scheduler.abort(sequence_id, FinishReason.ERROR)
+        log.error("sequence %d could not be seated in an empty engine", sequence_id)
+        update = SequenceUpdate(sequence_id, None, FinishReason.ERROR, "The request could not be scheduled.")
+        return StepResult(now, now, (update,))
+
+    async def _apply_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.receive_nowait()
+            except trio.WouldBlock:
+                return
+            await self._apply(command)
+
+    async def _apply(self, command: Command) -> None:
+        match command:
+            case Add(sequence):
+                self.scheduler.add(sequence)
+            case SetLimits(limits, done):
+                self.scheduler.limits = limits
+                done.set()
+            case End(sequence_id, reason):
+                if self.scheduler.abort(sequence_id, reason) is not None and reason is FinishReason.ABORT:
+                    now = trio.current_time()
+                    await self._results.send(StepResult(now, now, (SequenceUpdate(sequence_id, None, reason),)))
+
+    def _record(self, batch: ScheduledBatch, planned: float) -> None:
+        request_ids, preempted = map(self.scheduler.request_ids, (batch.sequence_ids, batch.preempted))
+        self.log.append(StepRecord(batch, request_ids, preempted, planned))

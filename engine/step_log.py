@@ -1,0 +1,59 @@
+"""The last steps, as the table shows them: who sat on which seat."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.batch import ScheduledBatch
+    from engine.config import Limits
+
+MAX_STEPS = 240
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: its batch, the requests' names in the order of its rows, and when it was planned."""
+
+    batch: ScheduledBatch
+    request_ids: tuple[str, ...]
+    preempted: tuple[str, ...]
+    time: float
+
+    def as_json(self) -> dict[str, Any]:
+        """`rows`: `[seat, request_id, "prefill" | "decode", tokens]`."""
+        batch = self.batch
+        return {
+            "step": batch.step,
+            "time": round(self.time, 4),
+            "budget": batch.token_budget,
+            "rows": [
+                [seat, request_id, "decode" if decodes else "prefill", count]
+                for seat, request_id, decodes, count in zip(
+                    batch.seats, self.request_ids, batch.decodes, batch.counts, strict=True
+                )
+            ],
+            "preempted": list(self.preempted),
+        }
+
+
+class StepLog:
+    """A ring of the last steps."""
+
+    def __init__(self, max_steps: int = MAX_STEPS) -> None:
+        self._records: deque[StepRecord] = deque(maxlen=max_steps)
+
+    def append(self, record: StepRecord) -> None:
+        """Add a step; the oldest one falls out."""
+        self._records.append(record)
+
+    def table(self, limits: Limits) -> dict[str, Any]:
+        """The `table` of the statistics: `seats` counts those in use although the limit was lowered meanwhile."""
+        taken = max((max(record.batch.seats, default=-1) for record in self._records), default=-1)
+        return {
+            "seats": max(limits.max_num_seqs, taken + 1),
+            "budget": limits.max_num_batched_tokens,
+            "steps": [record.as_json() for record in self._records],
+        }

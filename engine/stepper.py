@@ -1,0 +1,86 @@
+"""One OS thread that makes every torch call: load, warm up, execute.
+
+torch's thread pool belongs to the thread that calls it, and `trio.to_thread` promises no thread twice; hence one
+thread of our own. A call is never abandoned: a cancelled caller still waits for the step to end.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import asynccontextmanager
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import outcome
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from engine.batch import ScheduledBatch, StepOutput
+
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """Whatever can execute a step. All calls come from one thread."""
+
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        """Compute the batch's tokens and draw a token for each row that samples."""
+        ...
+
+
+class Stepper(Protocol):
+    """Runs blocking calls one after the other."""
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call `function` and give back what it returns or raises."""
+        ...
+
+
+class ThreadStepper:
+    """Runs calls on one dedicated thread."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], object], Callable[[outcome.Outcome[object]], None]] | None]
+        self._jobs = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="relevo-torch", daemon=True)
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call `function` on the thread. Cancellation does not end the wait: a step is never abandoned."""
+        task = trio.lowlevel.current_task()
+        token = trio.lowlevel.current_trio_token()
+
+        def deliver(result: outcome.Outcome[object]) -> None:
+            try:
+                token.run_sync_soon(trio.lowlevel.reschedule, task, result)
+            except trio.RunFinishedError:
+                return  # the loop is gone, and with it whoever waited
+
+        self._jobs.put((function, deliver))
+        result: T = await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
+        return result
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end after the calls it was given."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, deliver = job
+            deliver(outcome.capture(function))
+
+
+@asynccontextmanager
+async def open_stepper() -> AsyncIterator[ThreadStepper]:
+    """A running `ThreadStepper`, ended on leaving."""
+    stepper = ThreadStepper()
+    stepper.start()
+    try:
+        yield stepper
+    finally:
+        stepper.stop()

@@ -1,0 +1,125 @@
+"""The actor that turns tokens into text, finds stop strings and closes each request's outbox exactly once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.detokenizer import Detokenizer
+from engine.messages import End, Opened, StepResult
+from engine.outbox import Usage
+from engine.sequence import FinishReason
+from engine.stats import RequestTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import trio
+
+    from engine.handle import Handle
+    from engine.loaded import TokenizerLike
+    from engine.messages import Command, Result
+    from engine.scheduler import SequenceUpdate
+    from engine.stats import Stats
+
+
+class _Stream:
+    """One open request: where its text goes and how far it is."""
+
+    def __init__(self, handle: Handle, detokenizer: Detokenizer) -> None:
+        self.handle = handle
+        self.detokenizer = detokenizer
+        self.times = RequestTimes(handle.arrival_time)
+
+
+class Streaming:
+    """Follows the scheduling actor step by step, while the next step already runs.
+
+    Here a request ends, seen from the outside: with the token that completes a stop string, whatever the scheduler
+    had generated beyond it, so that the ending does not depend on timing.
+
+    Args:
+        tokenizer: of the model.
+        results: openings and step results, in order.
+        commands: to tell the scheduler that a stop string was found.
+        stats: counts tokens and endings.
+        slow_client_seconds: a reader that leaves text unread for so long is aborted.
+        on_closed: told about each handle that ended.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        *,
+        results: trio.MemoryReceiveChannel[Result],
+        commands: trio.MemorySendChannel[Command],
+        stats: Stats,
+        slow_client_seconds: float,
+        on_closed: Callable[[Handle], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._results = results
+        self._commands = commands
+        self._stats = stats
+        self._slow_client_seconds = slow_client_seconds
+        self._on_closed = on_closed
+        self._streams: dict[int, _Stream] = {}
+
+    async def run(self) -> None:
+        """Take in one result after the other, for ever."""
+        async for result in self._results:
+            match result:
+                case Opened(handle):
+                    detokenizer = Detokenizer(
+                        self._tokenizer.token_bytes, skip=self._tokenizer.is_control, stop=handle.request.stop
+                    )
+                    self._streams[handle.sequence_id] = _Stream(handle, detokenizer)
+                case StepResult():
+                    self._apply(result)
+
+    def forget(self, handle: Handle) -> None:
+        """Drop a request that was opened and then given up before it was scheduled."""
+        self._streams.pop(handle.sequence_id, None)
+
+    def _apply(self, result: StepResult) -> None:
+        for sequence_id in result.seated:
+            stream = self._streams.get(sequence_id)
+            if stream is not None and stream.times.seated is None:
+                self._stats.record_seated(stream.times, result.planned)
+        for sequence_id in result.preempted:
+            stream = self._streams.get(sequence_id)
+            if stream is not None:
+                stream.times.num_preemptions += 1
+        for update in result.updates:
+            stream = self._streams.get(update.sequence_id)
+            if stream is not None:
+                self._advance(stream, update, result.finished)
+
+    def _advance(self, stream: _Stream, update: SequenceUpdate, now: float) -> None:
+        reason = update.finish_reason
+        if update.token_id is not None:
+            self._stats.record_token(stream.times, now)
+            text = stream.detokenizer.push(update.token_id)
+            stream.handle.outbox.append(text, update.token_id, now)
+            if stream.detokenizer.stopped is not None and reason is not FinishReason.STOP:
+                if reason is None:
+                    self._commands.send_nowait(End(update.sequence_id, FinishReason.STOP))
+                reason = FinishReason.STOP
+        if reason is not None:
+            self._close(stream, reason, now, update.error)
+        elif self._is_slow(stream.handle, now):
+            stream.handle.abort("slow_client")
+
+    def _close(self, stream: _Stream, reason: FinishReason, now: float, error: str | None) -> None:
+        handle, times = stream.handle, stream.times
+        del self._streams[handle.sequence_id]
+        times.num_prompt_tokens = handle.num_prompt_tokens
+        usage = Usage(times.num_prompt_tokens, times.num_output_tokens)
+        handle.outbox.close(stream.detokenizer.finish(), reason, usage, error)
+        if handle.abort_cause is not None:
+            reason = FinishReason.ABORT  # it came to an end by itself after the caller had left
+        self._stats.record_finish(times, now, reason.value, handle.abort_cause)
+        self._on_closed(handle)
+
+    def _is_slow(self, handle: Handle, now: float) -> bool:
+        since = handle.outbox.unread_since
+        return since is not None and now - since > self._slow_client_seconds

@@ -1,0 +1,225 @@
+"""A whole engine without torch: the real actors and rules over a runner whose answers can be told beforehand.
+
+The fake runner keeps persistent rows and a paged memory as the real one does, and reads every earlier token back
+through the block table. A block that was given to two sequences, or a row that was not told of a change, gives
+another answer than `expected_output`.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from engine.batch import ScheduledBatch, StepOutput
+from engine.config import EngineConfig
+from engine.engine import Engine, open_engine
+from engine.loaded import LoadedModel
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+    from engine.sequence import SamplingParams
+
+EOS = 256
+CONTROL = {EOS: "<|end|>", 257: "<|user|>", 258: "<|assistant|>"}
+VOCAB_SIZE = 259
+LETTERS = b"abcdefghijklmnopqrstuvwxyz  "
+
+
+class FakeTokenizer:
+    """A byte is a token; 256 ends an answer, 257 and 258 open turns."""
+
+    vocab_size = VOCAB_SIZE
+    stop_token_ids = frozenset({EOS})
+    bos_token_id: int | None = None
+    eos_token_id = EOS
+    adds_bos = False
+
+    def encode(self, text: str, *, parse_control: bool, add_special: bool = True) -> list[int]:
+        if parse_control:
+            for token_id, spelling in CONTROL.items():
+                before, found, after = text.partition(spelling)
+                if found:
+                    return [
+                        *self.encode(before, parse_control=True),
+                        token_id,
+                        *self.encode(after, parse_control=True),
+                    ]
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
+        pieces = [b"" if skip_control and i in CONTROL else self.token_bytes(i) for i in ids]
+        return b"".join(pieces).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return CONTROL[token_id].encode() if token_id in CONTROL else bytes([token_id])
+
+    def is_control(self, token_id: int) -> bool:
+        return token_id in CONTROL
+
+
+class FakeChatTemplate:
+    """Each turn is its role's control token and its content."""
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        turns = "".join(f"<|{'assistant' if m['role'] == 'assistant' else 'user'}|>{m['content']}" for m in messages)
+        return turns + ("<|assistant|>" if add_generation_prompt else "")
+
+    def encode(
+        self, messages: list[dict[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        token_ids: list[int] = []
+        for message in messages:
+            token_ids.append(258 if message["role"] == "assistant" else 257)
+            token_ids.extend(tokenizer.encode(message["content"], parse_control=False))
+        return [*token_ids, 258] if add_generation_prompt else token_ids
+
+
+def next_token(token_ids: list[int]) -> int:
+    """The fake model: a letter that depends on every token before it. It never ends an answer by itself."""
+    state = 17
+    for token_id in token_ids:
+        state = (state * 1_000_003 + token_id + 1) % 2_147_483_647
+    return LETTERS[state % len(LETTERS)]
+
+
+def expected_output(prompt: Iterable[int], num_tokens: int) -> list[int]:
+    """What the fake model answers, computed without any engine."""
+    token_ids = list(prompt)
+    start = len(token_ids)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[start:]
+
+
+@dataclass
+class _Row:
+    sequence_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    block_ids: list[int] = field(default_factory=list)
+
+
+class FakeRunner:
+    """Executes batches over a paged memory of token ids.
+
+    Args:
+        num_blocks: blocks of the memory.
+        block_size: tokens of a block.
+        end_after: length at which an answer ends by itself, from its prompt; `None` never.
+        before_step: called with each batch first; may raise, to make the step fail.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        end_after: Callable[[list[int]], int | None] | None = None,
+        before_step: Callable[[ScheduledBatch], None] | None = None,
+    ) -> None:
+        self.batches: list[ScheduledBatch] = []
+        self._memory = [[-1] * block_size for _ in range(num_blocks)]
+        self._block_size = block_size
+        self._rows: dict[int, _Row] = {}
+        self._end_after = end_after
+        self._before_step = before_step
+
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        if self._before_step is not None:
+            self._before_step(batch)
+        self.batches.append(batch)
+        for seated in batch.seated:
+            self._rows[seated.seat] = _Row(
+                seated.sequence_id, list(seated.token_ids), seated.num_prompt_tokens, seated.params
+            )
+        for seat, block_ids in batch.new_blocks:
+            self._rows[seat].block_ids.extend(block_ids)
+        columns = zip(batch.seats, batch.sequence_ids, batch.starts, batch.counts, batch.samples, strict=True)
+        return StepOutput(batch.step, tuple([self._compute(*column) for column in columns]))
+
+    def _compute(self, seat: int, sequence_id: int, start: int, count: int, samples: bool) -> int:
+        row = self._rows[seat]
+        if row.sequence_id != sequence_id or len(row.token_ids) < start + count:
+            raise AssertionError(f"seat {seat} holds {row}, the batch speaks of {sequence_id} at {start}+{count}")
+        for position in range(start, start + count):
+            self._memory[row.block_ids[position // self._block_size]][position % self._block_size] = row.token_ids[
+                position
+            ]
+        if not samples:
+            return -1
+        known = [
+            self._memory[row.block_ids[position // self._block_size]][position % self._block_size]
+            for position in range(start + count)
+        ]
+        prompt = row.token_ids[: row.num_prompt_tokens]
+        length = self._end_after(prompt) if self._end_after is not None else None
+        ends = length is not None and len(known) - len(prompt) == length and EOS in row.params.stop_token_ids
+        token_id = EOS if ends else next_token(known)
+        row.token_ids.append(token_id)
+        return token_id
+
+
+class InlineStepper:
+    """Runs a call on the event loop after `seconds` of (virtual) time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(self.seconds)
+        return function()
+
+
+def fake_config(**changes: Any) -> EngineConfig:
+    """Small limits; `num_blocks` is given to `open_fake_engine`."""
+    defaults: dict[str, Any] = {
+        "model": "fake",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "capacity_num_seqs": 16,
+        "capacity_num_batched_tokens": 256,
+        "block_size": 4,
+    }
+    return EngineConfig(**{**defaults, **changes})
+
+
+@asynccontextmanager
+async def open_fake_engine(
+    config: EngineConfig | None = None,
+    *,
+    num_blocks: int = 256,
+    max_model_len: int = 512,
+    step_seconds: float = 0.01,
+    runner: FakeRunner | None = None,
+    chat_template: bool = True,
+    name: str = "fake",
+    end_after: Callable[[list[int]], int | None] | None = None,
+) -> AsyncIterator[Engine]:
+    """A real engine over the fake model; each step takes `step_seconds` of the loop's time."""
+    config = config or fake_config()
+    runner = runner or FakeRunner(num_blocks, config.block_size, end_after=end_after)
+
+    def load(_: EngineConfig) -> LoadedModel:
+        return LoadedModel(
+            name=config.served_model_name or name,
+            dtype="float32",
+            weights_kind="fake",
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            runner=runner,
+            tokenizer=FakeTokenizer(),
+            chat_template=FakeChatTemplate() if chat_template else None,
+        )
+
+    @asynccontextmanager
+    async def open_inline() -> AsyncIterator[InlineStepper]:
+        yield InlineStepper(step_seconds)
+
+    async with open_engine(config, load=load, stepper=open_inline) as engine:
+        yield engine

@@ -1,0 +1,64 @@
+"""`POST /tokenize` and `POST /detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import trio
+
+from app.api.chat import require_chat_template
+from app.api.completions import check_token_ids
+from app.api.generation import check_model
+from app.api.messages import parse_messages
+from app.api.requests import read_json
+from app.api.schemas import DetokenizeBody, TokenizeBody, parse_body
+from engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from app.http import Context
+
+T = TypeVar("T")
+# Beyond this many characters or ids the work is long enough to be felt by the other requests' streams.
+INLINE_SIZE: Final = 4096
+
+
+async def tokenize(context: Context) -> dict[str, Any]:
+    """Token ids of a prompt, or of messages laid out by the chat template."""
+    data = await read_json()
+    body = parse_body(TokenizeBody, data)
+    check_model(context, body)
+    engine = context.engine
+    if body.messages is not None:
+        messages = [*parse_messages(body.messages)]
+        template = require_chat_template(context)
+        encode = partial(template.encode, messages, engine.tokenizer, add_generation_prompt=body.add_generation_prompt)
+        tokens = await _run(encode, sum(len(message["content"]) for message in messages))
+    elif body.prompt is not None:
+        encode = partial(engine.tokenizer.encode, body.prompt, parse_control=True, add_special=body.add_special_tokens)
+        tokens = await _run(encode, len(body.prompt))
+    else:
+        raise InvalidRequestError("Send a 'prompt' or 'messages'.", param="prompt")
+    texts = [engine.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
+    return {
+        "count": len(tokens),
+        "max_model_len": engine.model.context_length,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
+
+
+async def detokenize(context: Context) -> dict[str, Any]:
+    """The text of token ids."""
+    data = await read_json()
+    body = parse_body(DetokenizeBody, data)
+    check_model(context, body)
+    tokenizer = context.engine.tokenizer
+    tokens = check_token_ids([*body.tokens], tokenizer.vocab_size, "tokens")
+    return {"prompt": await _run(partial(tokenizer.decode, tokens), len(tokens))}
+
+
+async def _run(work: Callable[[], T], size: int) -> T:
+    return work() if size <= INLINE_SIZE else await trio.to_thread.run_sync(work)

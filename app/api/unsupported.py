@@ -1,0 +1,89 @@
+"""Request fields that other servers know and this one does not: accepted at rest, refused when they ask for something.
+
+Silently ignoring such a field would give an answer that is not what was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Field to the values that ask for nothing. `null` is at rest for every field and is not listed.
+_SHARED: Final[dict[str, tuple[Any, ...]]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+CHAT: Final[dict[str, tuple[Any, ...]]] = _SHARED | {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+COMPLETION: Final[dict[str, tuple[Any, ...]]] = _SHARED | {
+    "add_special_tokens": (True,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "prompt_embeds": (),
+    "suffix": ("",),
+}
+
+
+def _same(value: object, rest: object) -> bool:
+    # 1 == True in Python, but `"n": true` and `"logprobs": 0` are not the values at rest.
+    return isinstance(value, bool) == isinstance(rest, bool) and value == rest
+
+
+def refuse_unsupported(body: Mapping[str, Any], at_rest: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `InvalidRequestError` for the first field of `body` that asks for an unsupported feature."""
+    for name, value in body.items():
+        if value is None or name not in at_rest or any(_same(value, rest) for rest in at_rest[name]):
+            continue
+        accepted = ", ".join(repr(rest) for rest in at_rest[name])
+        hint = f"Leave it out or set it to {accepted}." if accepted else "Leave it out."
+        raise InvalidRequestError(f"{name!r} is not supported here. {hint}", param=name, code="unsupported_parameter")

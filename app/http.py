@@ -1,0 +1,179 @@
+"""The web application: everything that answers HTTP, put together around one engine."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
+
+from quart import Response, g, redirect, request
+from quart_trio import QuartTrio
+from werkzeug.exceptions import HTTPException
+
+from app.admin import admin_blueprint
+from app.api import api_blueprint
+from app.api.errors import ApiError, describe
+from app.assets import templates_dir
+from app.login import login_blueprint
+from app.metrics import metrics_blueprint
+from app.pages import pages_blueprint
+from app.probes import probes_blueprint
+from app.render.templates import make_environment
+from app.security import Gate, area_of, refuse_cross_site
+from engine.errors import RelevoError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from werkzeug.wrappers import Response as WerkzeugResponse
+
+    from app.audit import AuditLog
+    from app.config import Settings
+    from app.lifecycle import Lifecycle
+    from app.live_config import LiveConfig
+    from app.telemetry import Telemetry
+    from engine.engine import Engine
+    from engine.handle import Handle
+
+log = logging.getLogger("relevo.http")
+
+BODY_TIMEOUT_SECONDS: Final = 15
+# A token is seldom more than 16 bytes of JSON, escapes included.
+BYTES_PER_TOKEN: Final = 16
+MIN_BODY_BYTES: Final = 4 << 20
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the routes work with.
+
+    Attributes:
+        audit: history of the live settings.
+        live: the only way to change them.
+        started_at: seconds since the epoch.
+    """
+
+    settings: Settings
+    engine: Engine
+    telemetry: Telemetry
+    lifecycle: Lifecycle
+    audit: AuditLog
+    live: LiveConfig
+    started_at: int = field(default_factory=lambda: int(time.time()))
+
+    def stats(self) -> dict[str, Any]:
+        """The object of `GET /ops/stats.json`: the engine's numbers and the process's."""
+        lifecycle = self.lifecycle
+        return {
+            "uptime_seconds": round(lifecycle.uptime_seconds, 3),
+            "loop_lag_seconds": round(lifecycle.lag.seconds, 6),
+            **self.engine.snapshot(),
+        }
+
+
+class HandleGuard:
+    """Ends every generation that an ASGI call started when the call is over, however it ended.
+
+    A client may leave between the answer's headers and its body. Then no handler and no generator is left to run a
+    `finally`, and without this the sequence would keep its seat.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Call the wrapped application."""
+        handles: list[Handle] = []
+        scope["relevo.handles"] = handles
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            for handle in handles:
+                handle.abort("client")
+
+
+def create_app(context: Context) -> QuartTrio:
+    """The application with all its routes."""
+    app = QuartTrio("app", template_folder=str(templates_dir()), static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = max(MIN_BODY_BYTES, context.engine.model.context_length * BYTES_PER_TOKEN)
+    app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_SECONDS
+    # `//v1/models` is another address, not a redirect to this one.
+    app.url_map.merge_slashes = False
+    gate = Gate(context.settings)
+    pages = make_environment()
+    for blueprint in (
+        api_blueprint(context),
+        admin_blueprint(context),
+        probes_blueprint(context),
+        metrics_blueprint(context),
+        pages_blueprint(context),
+        login_blueprint(gate, pages),
+    ):
+        app.register_blueprint(blueprint)
+    _install_checks(app, gate)
+    _install_errors(app, pages)
+    app.asgi_app = HandleGuard(app.asgi_app)  # type: ignore[method-assign]
+    return app
+
+
+def _install_checks(app: QuartTrio, gate: Gate) -> None:
+    """What happens before and after every route."""
+
+    @app.before_request
+    async def check() -> Response | WerkzeugResponse | None:
+        g.request_id = _request_id(request.headers.get("X-Request-Id"))
+        rule = request.url_rule
+        if rule is None:
+            return None  # no route: 404 or 405, which tell nothing
+        if request.method == "OPTIONS":
+            return Response("", 204, {"Allow": ", ".join(sorted(rule.methods or ()))})
+        refuse_cross_site(request)
+        area = area_of(rule.rule)
+        try:
+            g.who = gate.judge(request, area)
+        except ApiError as error:
+            if error.status == 401 and _wants_page():
+                return redirect(f"/login?{urlencode({'next': request.full_path.rstrip('?')})}", 303)
+            raise
+        return None
+
+    @app.after_request
+    async def finish(response: Response) -> Response:
+        response.headers["X-Request-Id"] = g.get("request_id") or _request_id(None)
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        return response
+
+
+def _install_errors(app: QuartTrio, pages: Environment) -> None:
+    """Every error becomes JSON, or a page where a person is looking at a page."""
+
+    async def answer(error: Exception) -> Response:
+        known = describe(error)
+        if known.status == 500 and not isinstance(error, (RelevoError, HTTPException)):
+            log.error("%s %s failed", request.method, request.path, exc_info=error)
+        if not _wants_page():
+            return known.response()
+        page = pages.get_template("error.html").render(
+            status=known.status, title=HTTPStatus(known.status).phrase, message=known.message
+        )
+        return Response(page, known.status, {**known.headers}, content_type="text/html; charset=utf-8")
+
+    app.register_error_handler(HTTPException, answer)
+    app.register_error_handler(Exception, answer)
+
+
+def _wants_page() -> bool:
+    """Whether a person's browser asks for a page; everything under `/v1` is for programs."""
+    if request.method not in ("GET", "HEAD") or request.path.startswith("/v1"):
+        return False
+    return "text/html" in request.headers.get("Accept", "")
+
+
+def _request_id(given: str | None) -> str:
+    """The client's own request id where it can go into a header and a log as it is; else a fresh one."""
+    return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

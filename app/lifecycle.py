@@ -1,0 +1,107 @@
+"""The life of the process: how late its event loop is, how it is asked to end, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.engine import Engine
+
+log = logging.getLogger("relevo.server")
+
+LAG_SLEEP_SECONDS: Final = 0.05
+LAG_WINDOW: Final = 40  # sleeps: two seconds
+# Running requests get the drain timeout; what was ended then has so long to tell its client.
+FAREWELL_SECONDS: Final = 5.0
+
+
+class Watchers(Protocol):
+    """The dashboards' streams."""
+
+    def close(self) -> None:
+        """Let them all go."""
+
+
+class LoopLag:
+    """Overshoot of a short sleep: what every stream on this event loop suffers too."""
+
+    def __init__(self) -> None:
+        self._overshoots: deque[float] = deque([0.0], maxlen=LAG_WINDOW)
+
+    @property
+    def seconds(self) -> float:
+        """The worst of the last two seconds."""
+        return max(self._overshoots)
+
+    async def run(self) -> None:
+        """Measure, for ever."""
+        while True:
+            due = trio.current_time() + LAG_SLEEP_SECONDS
+            await trio.sleep_until(due)
+            self._overshoots.append(max(0.0, trio.current_time() - due))
+
+
+class Lifecycle:
+    """Where the server is in its life.
+
+    Attributes:
+        draining: it was asked to end and takes nothing new.
+        stopped: set when the HTTP server may close its connections.
+        finished: set when it has.
+        started: trio's clock at the start, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.stopped = trio.Event()
+        self.finished = trio.Event()
+        self.lag = LoopLag()
+        self.started = trio.current_time()
+
+    @property
+    def uptime_seconds(self) -> float:
+        """Seconds since the start."""
+        return trio.current_time() - self.started
+
+    async def drain(self, engine: Engine, watchers: Watchers, timeout_seconds: float) -> None:
+        """Finish what runs within the limit, end the rest, let the dashboards go. New requests get 503 meanwhile."""
+        self.draining = True
+        engine.drain()
+        with trio.move_on_after(timeout_seconds):
+            await engine.wait_idle()
+        if engine.num_open:
+            log.warning("%d requests did not end within %g s and are cut", engine.num_open, timeout_seconds)
+            engine.abort_all("shutdown")
+            with trio.move_on_after(FAREWELL_SECONDS):
+                await engine.wait_idle()
+        watchers.close()
+        self.stopped.set()
+
+    async def watch_signals(
+        self, drain: Callable[[], object], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Call `drain` on the first SIGTERM or SIGINT and leave the process at once on the second."""
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
+            async for number in signals:
+                if self.draining:
+                    leave_now()
+                log.info("%s: finishing what runs; a second signal ends it now", signal.Signals(number).name)
+                self.draining = True
+                drain()
+
+
+def leave_now() -> None:
+    """End the process without any clean-up: a hung step must not be able to hold it."""
+    sys.stderr.write("relevo: second signal, leaving now\n")
+    sys.stderr.flush()
+    os._exit(1)

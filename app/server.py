@@ -1,0 +1,185 @@
+"""`relevo serve`: the engine outside, the HTTP server inside, so that a crash of the engine ends the process."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import logging
+import socket
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import hypercorn.trio
+import trio
+from hypercorn.config import Config
+
+from app.audit import AuditLog
+from app.http import Context, create_app
+from app.lifecycle import FAREWELL_SECONDS, Lifecycle
+from app.live_config import LiveConfig
+from app.telemetry import Telemetry
+from engine.engine import open_engine
+from engine.errors import ConfigError, RelevoError
+
+if TYPE_CHECKING:
+    from app.config import Settings
+    from engine.engine import Engine
+
+BACKLOG: Final = 1024
+GRACEFUL_SECONDS: Final = 5.0
+# Data that nobody acknowledges for so long ends a connection: a vanished or stalled reader cannot hold the server.
+USER_TIMEOUT_SECONDS: Final = 25
+KEEPALIVE_IDLE_SECONDS: Final = 30
+
+
+async def serve(settings: Settings) -> int:
+    """Load the model and serve until a signal asks for the end.
+
+    Returns:
+        The exit code: 0 after a drain.
+
+    Raises:
+        RelevoError: the port is taken or the model cannot be loaded.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with open_listening_socket(settings.server.host, settings.server.port) as listener:
+        async with open_engine(settings.engine_config()) as engine:
+            await serve_engine(settings, engine, listener)
+    faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+async def serve_engine(settings: Settings, engine: Engine, listener: socket.socket) -> None:
+    """Serve a running engine on a bound socket until a signal; the socket is closed at the end."""
+    lifecycle = Lifecycle()
+    context = make_context(settings, engine, lifecycle)
+    drain_seconds = settings.server.drain_timeout_seconds
+    async with trio.open_nursery() as nursery:
+        for task in (context.telemetry.run, context.live.run, lifecycle.lag.run):
+            nursery.start_soon(task)
+
+        def drain() -> None:
+            # If even the drain hangs, say where, and go.
+            faulthandler.dump_traceback_later(drain_seconds + FAREWELL_SECONDS + GRACEFUL_SECONDS + 10, exit=True)
+            nursery.start_soon(lifecycle.drain, engine, context.telemetry, drain_seconds)
+
+        await nursery.start(lifecycle.watch_signals, drain)
+        await nursery.start(partial(run_http, context, listener))
+        sys.stderr.write(banner(settings, engine, listener))
+        sys.stderr.flush()
+        await lifecycle.finished.wait()
+        nursery.cancel_scope.cancel()
+
+
+def make_context(settings: Settings, engine: Engine, lifecycle: Lifecycle) -> Context:
+    """What the routes work with, around a running engine."""
+    audit = AuditLog()
+    return Context(
+        settings=settings,
+        engine=engine,
+        telemetry=Telemetry(engine),
+        lifecycle=lifecycle,
+        audit=audit,
+        live=LiveConfig(engine, audit),
+    )
+
+
+async def run_http(
+    context: Context,
+    listener: socket.socket,
+    *,
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve HTTP/1.1 and HTTP/2 (by prior knowledge) until `lifecycle.stopped`; then set `lifecycle.finished`.
+
+    Raises:
+        RelevoError: another process took the port since it was bound.
+    """
+    app = create_app(context)
+    try:
+        await hypercorn.trio.serve(
+            app,
+            hypercorn_config(listener),
+            shutdown_trigger=context.lifecycle.stopped.wait,
+            task_status=task_status,
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            host, port = listener.getsockname()[:2]
+            raise _taken(host, port) from None
+        raise
+    context.lifecycle.finished.set()
+
+
+def hypercorn_config(listener: socket.socket) -> Config:
+    """Hypercorn's settings. The socket is handed over: hypercorn owns a duplicate of it."""
+    config = Config()
+    config.bind = [f"fd://{socket.dup(listener.fileno())}"]
+    config.backlog = BACKLOG
+    config.graceful_timeout = GRACEFUL_SECONDS
+    config.keep_alive_timeout = 75
+    # On HTTP/2 the request past the limit silently freezes the other streams of its connection.
+    config.keep_alive_max_requests = 10**9
+    # On trio this would end healthy streams.
+    config.read_timeout = None
+    config.include_server_header = False
+    config.accesslog = None
+    config.errorlog = logging.getLogger("relevo.hypercorn")
+    config.loglevel = "WARNING"
+    return config
+
+
+def open_listening_socket(host: str, port: int) -> socket.socket:
+    """A bound TCP socket, not listening yet; connections inherit its options.
+
+    Raises:
+        ConfigError: the host is unknown.
+        RelevoError: the port is taken, or may not be used.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"The host {host!r} cannot be resolved: {error.strerror}.") from None
+    family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Linux has both, macOS neither under these names.
+        for name, value in (
+            ("TCP_USER_TIMEOUT", USER_TIMEOUT_SECONDS * 1000),
+            ("TCP_KEEPIDLE", KEEPALIVE_IDLE_SECONDS),
+        ):
+            if hasattr(socket, name):
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise _taken(host, port) from None
+        raise RelevoError(f"Cannot listen on {host} port {port}: {error.strerror}.") from None
+    return listener
+
+
+def _taken(host: str, port: int) -> RelevoError:
+    return RelevoError(f"Port {port} on {host} is taken by another program; choose another with --port.")
+
+
+def banner(settings: Settings, engine: Engine, listener: socket.socket) -> str:
+    """What a person wants to know at start-up, the address last."""
+    model, limits, capacity = engine.model, engine.limits, engine.capacity
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    lines = [
+        f"model      {model.name} ({model.weights_kind} weights, computing in {model.dtype})",
+        f"context    {model.context_length} tokens a request (usable capacity)",
+        f"seats      {limits.max_num_seqs} of at most {capacity.max_num_seqs}",
+        f"budget     {limits.max_num_batched_tokens} tokens a step of at most {capacity.max_num_batched_tokens}",
+        f"KV cache   {model.num_blocks} blocks of {model.block_size} tokens",
+        *(f"note       {remark}" for remark in model.remarks),
+        f"Relevo is ready on http://{shown}:{port}  (dashboard /ops, tuning /admin, API /v1)",
+    ]
+    return "\n".join(lines) + "\n"

@@ -106,4 +106,3 @@ def _to_json(
 ) -> str:
     # Not jinja's own filter: that one escapes <, > and & for HTML, which a model was not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-

@@ -38,7 +38,8 @@ class Tokenizer:
 
     Args:
         backend: the rules. Its added tokens marked `special` are the control tokens.
-        byte_level: the vocabulary writes bytes as printable characters; otherwise spaces as U+2581 and bytes as `<0xNN>`.
+        byte_level: the vocabulary writes bytes as printable characters; otherwise it writes spaces as U+2581 and
+            bytes as `<0xNN>`.
         stop_token_ids: tokens that end an answer (end of sequence, end of turn).
         prefix_ids: put before a text that stands alone (a BOS, or nothing).
         suffix_ids: put after it.

@@ -22,19 +22,16 @@ class Checkpoint(Protocol):
 
     Attributes:
         name: what the model is called when nothing else was asked for.
+        config: its sizes, checked.
+        chat_template: `None` where the model has none: it can complete text, not chat.
         weights_kind: how most weights are stored (`Q4_1`, `bfloat16`), for display.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def chat_template(self) -> ChatTemplate | None: ...
-    @property
-    def weights_kind(self) -> str: ...
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    weights_kind: str
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor once, under its Hugging Face name (`model.layers.0.self_attn.q_proj.weight`).

@@ -63,7 +63,8 @@ class GgufCheckpoint:
         self.weights_kind = self._most_common_type()
         self.tokenizer: Tokenizer = build_tokenizer(reader, path)
         template = reader.value("tokenizer.chat_template")
-        self.chat_template = ChatTemplate(template, special_tokens=_special_tokens(self.tokenizer)) if template else None
+        named = _special_tokens(self.tokenizer)
+        self.chat_template = ChatTemplate(template, special_tokens=named) if template else None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Checkpoint.tensors`."""

@@ -75,25 +75,25 @@ def build_tokenizer(reader: MetadataReader, path: Path) -> Tokenizer:
     if len(types) != len(tokens):
         raise ModelFileError(f"{path}: {len(tokens)} tokens, but {len(types)} token types.")
 
-    special = {f"{name}_token_id": _token_id(reader, name, len(tokens), path) for name in ("bos", "eos", "eot", "eom")}
-    ends = {special[f"{name}_token_id"] for name in ("eos", "eot", "eom")} - {None}
-    controls = ends | {special["bos_token_id"]} | {i for i, k in enumerate(types) if k in (_UNKNOWN, _CONTROL)}
+    named = {name: _token_id(reader, name, len(tokens), path) for name in ("bos", "eos", "eot", "eom")}
+    ends = {token_id for name, token_id in named.items() if token_id is not None and name != "bos"}
+    controls = {token_id for token_id in named.values() if token_id is not None}
+    controls |= {token_id for token_id, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)}
     backend = _byte_level_bpe(tokens, merges, pre, path)
     # Adding a token that the vocabulary has keeps its id.
-    backend.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True) for i in sorted(controls - {None})])
+    backend.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True) for i in sorted(controls)])
     defined = [i for i, k in enumerate(types) if k == _USER_DEFINED and i not in controls]
     backend.add_tokens([AddedToken(tokens[i], normalized=False) for i in defined])
 
-    add_bos = reader.value("tokenizer.ggml.add_bos_token")
-    bos = special["bos_token_id"]
+    bos, add_bos = named["bos"], reader.value("tokenizer.ggml.add_bos_token")
     if add_bos is None:
         add_bos = pre == "llama-bpe"
     return Tokenizer(
         backend,
         byte_level=True,
-        stop_token_ids=ends | {i for i in controls if i is not None and tokens[i] in _ENDS_ANSWER},
+        stop_token_ids=ends | {i for i in controls if tokens[i] in _ENDS_ANSWER},
         bos_token_id=bos,
-        eos_token_id=special["eos_token_id"],
+        eos_token_id=named["eos"],
         prefix_ids=[bos] if add_bos and bos is not None else [],
     )
 
@@ -108,7 +108,7 @@ def _token_id(reader: MetadataReader, name: str, vocab_size: int, path: Path) ->
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, path: Path) -> tokenizers.Tokenizer:
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     try:
         model = BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe")

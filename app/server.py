@@ -10,9 +10,9 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import hypercorn.trio
 import trio
 from hypercorn.config import Config
+from hypercorn.trio import serve as serve_asgi
 
 from app.audit import AuditLog
 from app.http import Context, create_app
@@ -67,7 +67,7 @@ async def serve_engine(settings: Settings, engine: Engine, listener: socket.sock
 
         await nursery.start(lifecycle.watch_signals, drain)
         await nursery.start(partial(run_http, context, listener))
-        sys.stderr.write(banner(settings, engine, listener))
+        sys.stderr.write(banner(engine, listener))
         sys.stderr.flush()
         await lifecycle.finished.wait()
         nursery.cancel_scope.cancel()
@@ -99,7 +99,7 @@ async def run_http(
     """
     app = create_app(context)
     try:
-        await hypercorn.trio.serve(
+        await serve_asgi(
             app,
             hypercorn_config(listener),
             shutdown_trigger=context.lifecycle.stopped.wait,
@@ -168,7 +168,7 @@ def _taken(host: str, port: int) -> RelevoError:
     return RelevoError(f"Port {port} on {host} is taken by another program; choose another with --port.")
 
 
-def banner(settings: Settings, engine: Engine, listener: socket.socket) -> str:
+def banner(engine: Engine, listener: socket.socket) -> str:
     """What a person wants to know at start-up, the address last."""
     model, limits, capacity = engine.model, engine.limits, engine.capacity
     host, port = listener.getsockname()[:2]

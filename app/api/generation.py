@@ -59,13 +59,13 @@ class AnswerReader:
             until = min(until, self._deadline)
         else:
             self._handle.abort("timeout")
-        delta = None
-        with trio.move_on_at(until):
+        with trio.move_on_at(until) as scope:
             delta = await anext(self._deltas)
-        if delta is None:
-            # A cancelled wait has ended the generator. What has gathered is still in the outbox.
-            self._deltas = self._open()
-        return delta
+        if not scope.cancelled_caught:
+            return delta
+        # A cancelled wait has ended the generator. What has gathered is still in the outbox.
+        self._deltas = self._open()
+        return None
 
     async def aclose(self) -> None:
         """Let go of the generator; it has no clean-up that waits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,27 +32,8 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Envelope(Protocol):
-    """How one endpoint wraps an answer's text, streamed or whole."""
-
-    def opening(self) -> bytes:
-        """What a stream starts with, before any text."""
-
-    def text(self, text: str) -> bytes:
-        """A piece of text."""
-
-    def finish(self, reason: str) -> bytes:
-        """The only chunk with a finish reason."""
-
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk after it, for clients that asked for usage."""
-
-    def whole(self, text: str, reason: str, usage: Usage) -> dict[str, Any]:
-        """The answer of a request that is not streamed."""
-
-
-class _Envelope:
-    """Head and tail around each choice, prepared.
+class Envelope:
+    """How one endpoint wraps an answer's text, streamed or whole. Head and tail of each chunk are prepared.
 
     Args:
         answer_id: the same in every chunk.
@@ -60,66 +41,85 @@ class _Envelope:
         with_usage: whether the client asked for usage; then every chunk has the key.
     """
 
-    chunk_object: str
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    # Members of a choice, as JSON: before any text (empty: no such chunk), and beside the finish reason.
+    opening_members: ClassVar[str]
+    closing_members: ClassVar[str]
 
     def __init__(self, answer_id: str, model: str, created: int, *, with_usage: bool) -> None:
         self.answer_id = answer_id
         self.model = model
         self.created = created
         head = json.dumps(self._head(self.chunk_object), separators=(",", ":"))[:-1]
-        self._before = f'data: {head},"choices":['.encode()
-        self._after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._before = f'data: {head},"choices":[{{"index":0,'
+        self._after = '}],"usage":null}\n\n' if with_usage else "}]}\n\n"
+
+    def opening(self) -> bytes:
+        """What a stream starts with, before any text."""
+        return self._chunk(self.opening_members, "null") if self.opening_members else b""
+
+    def text(self, text: str) -> bytes:
+        """A piece of text."""
+        return self._chunk(self.text_members(json.dumps(text)), "null")
+
+    def finish(self, reason: str) -> bytes:
+        """The only chunk with a finish reason."""
+        return self._chunk(self.closing_members, f'"{reason}"')
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk after it, for clients that asked for usage."""
+        return event({**self._head(self.chunk_object), "choices": [], "usage": usage_json(usage)})
+
+    def whole(self, text: str, reason: str, usage: Usage) -> dict[str, Any]:
+        """The answer of a request that is not streamed."""
+        choice = {"index": 0, **self.whole_members(text), "logprobs": None, "finish_reason": reason}
+        return {**self._head(self.whole_object), "choices": [choice], "usage": usage_json(usage)}
+
+    def text_members(self, text_json: str) -> str:
+        """The members that carry a piece of text, as JSON."""
+        raise NotImplementedError
+
+    def whole_members(self, text: str) -> dict[str, Any]:
+        """The members that carry a whole text."""
+        raise NotImplementedError
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, choice: str) -> bytes:
-        return self._before + choice.encode() + self._after
-
-    def usage(self, usage: Usage) -> bytes:
-        return event({**self._head(self.chunk_object), "choices": [], "usage": usage_json(usage)})
+    def _chunk(self, members: str, reason: str) -> bytes:
+        return f'{self._before}{members},"logprobs":null,"finish_reason":{reason}{self._after}'.encode()
 
 
-class ChatEnvelope(_Envelope):
+class ChatEnvelope(Envelope):
     """`chat.completion` and its chunks."""
 
+    whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    opening_members = '"delta":{"role":"assistant","content":""}'
+    closing_members = '"delta":{}'
 
-    def opening(self) -> bytes:
-        return self._choice('{"role":"assistant","content":""}', "null")
+    def text_members(self, text_json: str) -> str:
+        """The text under `delta`."""
+        return f'"delta":{{"content":{text_json}}}'
 
-    def text(self, text: str) -> bytes:
-        return self._choice(f'{{"content":{json.dumps(text)}}}', "null")
-
-    def finish(self, reason: str) -> bytes:
-        return self._choice("{}", json.dumps(reason))
-
-    def whole(self, text: str, reason: str, usage: Usage) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": usage_json(usage)}
-
-    def _choice(self, delta: str, reason: str) -> bytes:
-        return self._chunk(f'{{"index":0,"delta":{delta},"logprobs":null,"finish_reason":{reason}}}')
+    def whole_members(self, text: str) -> dict[str, Any]:
+        """The text under `message`."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-class CompletionEnvelope(_Envelope):
+class CompletionEnvelope(Envelope):
     """`text_completion` and its chunks, which carry the same name."""
 
+    whole_object = "text_completion"
     chunk_object = "text_completion"
+    opening_members = ""
+    closing_members = '"text":""'
 
-    def opening(self) -> bytes:
-        return b""
+    def text_members(self, text_json: str) -> str:
+        """The text as it is."""
+        return f'"text":{text_json}'
 
-    def text(self, text: str) -> bytes:
-        return self._choice(text, "null")
-
-    def finish(self, reason: str) -> bytes:
-        return self._choice("", json.dumps(reason))
-
-    def whole(self, text: str, reason: str, usage: Usage) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
-        return {**self._head("text_completion"), "choices": [choice], "usage": usage_json(usage)}
-
-    def _choice(self, text: str, reason: str) -> bytes:
-        return self._chunk(f'{{"index":0,"text":{json.dumps(text)},"logprobs":null,"finish_reason":{reason}}}')
+    def whole_members(self, text: str) -> dict[str, Any]:
+        """The text as it is."""
+        return {"text": text}

@@ -86,6 +86,12 @@ class Key:
         return self.absent if value is None else list(value) if isinstance(value, tuple) else value
 
     @property
+    def default_text(self) -> str:
+        """Its default in words."""
+        value = self.default
+        return "none" if value in ("", []) else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+    @property
     def range(self) -> str:
         """What it may be, in words."""
         if self.is_list:

@@ -92,7 +92,7 @@ class EngineSection(Section):
     """`[engine]`."""
 
     num_threads: int | None = _setting(
-        None, "threads", "that compute; auto is one a core", absent="auto", ge=1, le=1024
+        None, "threads", "how many compute; auto is one a core", absent="auto", ge=1, le=1024
     )
 
 
@@ -100,7 +100,7 @@ class CacheSection(Section):
     """`[cache]`."""
 
     block_size: int = _setting(
-        16, "tokens", "in a KV block; smaller wastes less, larger is less bookkeeping", ge=1, le=256
+        16, "tokens", "size of a KV block; smaller wastes less, larger is less bookkeeping", ge=1, le=256
     )
     memory: Bytes | None = _setting(
         None, "bytes", "for the KV cache alone; auto takes a quarter of what is free", absent="auto", ge=1 << 20
@@ -125,10 +125,10 @@ class SchedulerSection(Section):
         None, "tokens", "highest live max_num_batched_tokens; auto is four times it", absent="auto", ge=1, le=1 << 22
     )
     max_waiting: int = _setting(
-        256, "requests", "that may wait; the next is refused at once with 503", ge=1, le=1 << 20
+        256, "requests", "how many may wait; the next is refused at once with 503", ge=1, le=1 << 20
     )
     max_waiting_tokens: int = _setting(
-        262_144, "tokens", "of prompts that may wait, together; 1,024 for each of 256 requests", ge=1, le=1 << 30
+        262_144, "tokens", "prompts that may wait, together; 1,024 for each of 256 requests", ge=1, le=1 << 30
     )
 
 

@@ -1,8 +1,85 @@
-"""The command line."""
+"""The command line: `relevo serve`, `pull`, `generate` and `bench`.
+
+Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. An error is one line on stderr; `--debug` adds where.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from app.cli import bench, generate, pull, serve
+from app.cli.options import Parser
+from engine.errors import ConfigError, RelevoError
+
+if TYPE_CHECKING:
+    import argparse
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; give the exit code: 0 done, 1 failed, 2 wrong use."""
-    return 0
+    """Run one command.
+
+    Args:
+        argv: the words after `relevo`; `None` takes them from the process.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = _parse(arguments)
+        return int(options.run(options))
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else EXIT_FAILED
+    except BaseException as error:
+        return _report(error, debug="--debug" in arguments)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    top = Parser(
+        prog="relevo", description="A server for language models with continuous batching.", allow_abbrev=False
+    )
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    for module in (serve, pull, generate, bench):
+        module.register(commands)
+    options, unknown = top.parse_known_args(argv)
+    if unknown:
+        options.parser.refuse(unknown[0])
+    return options
+
+
+def _report(error: BaseException, *, debug: bool) -> int:
+    """Say in one line what went wrong."""
+    cause = _first_cause(error)
+    if isinstance(cause, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if isinstance(cause, BrokenPipeError):
+        # The reader of our output has left (`relevo ... | head`); nobody is there to be told, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    if not isinstance(cause, Exception):
+        raise error
+    if debug:
+        traceback.print_exception(error)
+    print(f"relevo: {_in_one_line(cause)}", file=sys.stderr)
+    return EXIT_USAGE if isinstance(cause, ConfigError) else EXIT_FAILED
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The error inside the groups that nurseries wrap around it; one meant for the user before any other."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [_first_cause(inner) for inner in error.exceptions]
+    meant = [cause for cause in causes if isinstance(cause, (KeyboardInterrupt, RelevoError))]
+    return (meant or causes)[0]
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, (RelevoError, OSError)):
+        return text or type(error).__name__
+    return f"unexpected {type(error).__name__}: {text} (--debug shows where)"

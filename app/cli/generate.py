@@ -1,0 +1,109 @@
+"""`relevo generate`: one prompt, or an OpenAI batch file, with the server's engine and no server."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, settings_of
+from app.cli.progress import Progress
+from app.cli.pull import fetch
+from engine.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from engine.config import EngineConfig
+
+# Flag of the command, field of the request body, type.
+_FIELDS: tuple[tuple[str, type, str], ...] = (
+    ("max_tokens", int, "longest answer, in tokens"),
+    ("temperature", float, "0 always takes the likeliest token"),
+    ("top_k", int, "draw from the k likeliest tokens only; 0 draws from all"),
+    ("top_p", float, "draw from the likeliest tokens that make up this share"),
+    ("min_p", float, "drop tokens below this share of the likeliest one's probability"),
+    ("seed", int, "the same seed draws the same answer"),
+)
+_DEFAULT_MAX_TOKENS = 256
+
+
+def register(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    command = add_command(commands, "generate", "answer one prompt, or a batch file, without a server", run)
+    command.add_argument("-p", "--prompt", metavar="TEXT", help="a user's turn, answered on stdout as it is written")
+    command.add_argument("-i", "--input", type=Path, metavar="FILE", help="an OpenAI batch file (JSON lines)")
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the results of --input go")
+    prompt = command.add_argument_group("with --prompt")
+    prompt.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
+    prompt.add_argument("--system", metavar="TEXT", help="a system prompt before the user's turn")
+    prompt.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be repeated")
+    for name, kind, text in _FIELDS:
+        prompt.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X", help=text)
+    add_settings(command, OFFLINE_SECTIONS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer the prompt, or the file."""
+    if (options.prompt is None) == (options.input is None):
+        raise ConfigError("Give either --prompt TEXT, or --input FILE and --output FILE.")
+    if (options.input is None) != (options.output is None):
+        raise ConfigError("--input and --output go together.")
+    if options.input is not None and options.output.exists() and options.output.samefile(options.input):
+        raise ConfigError("--output would overwrite --input; name another file.")
+    config = settings_of(options).engine_config()
+    if options.prompt is not None:
+        fetch(config.model)
+        return trio.run(_answer_prompt, config, options)
+    with options.input.open(encoding="utf-8", errors="replace") as lines:
+        total = sum(1 for line in lines if line.strip())
+    fetch(config.model)
+    return trio.run(_answer_file, config, options, total)
+
+
+async def _answer_prompt(config: EngineConfig, options: argparse.Namespace) -> int:
+    from app import offline
+    from engine.engine import open_engine
+
+    async with open_engine(config) as engine:
+        raw = options.raw or engine.chat_template is None
+        try:
+            job = offline.plan(engine, offline.COMPLETION_URL if raw else offline.CHAT_URL, _body(options, raw=raw))
+        except InvalidRequestError as error:
+            raise ConfigError(str(error)) from None
+        await offline.stream(engine, job, _write)
+    _write("\n")
+    return 0
+
+
+def _body(options: argparse.Namespace, *, raw: bool) -> dict[str, Any]:
+    """The request that the flags amount to; it goes the way of every other request."""
+    body: dict[str, Any] = {name: getattr(options, name) for name, _, _ in _FIELDS} | {"stop": options.stop}
+    if body["max_tokens"] is None:
+        body["max_tokens"] = _DEFAULT_MAX_TOKENS
+    if raw:
+        return body | {"prompt": options.prompt}
+    system = [{"role": "system", "content": options.system}] if options.system is not None else []
+    return body | {"messages": [*system, {"role": "user", "content": options.prompt}]}
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+async def _answer_file(config: EngineConfig, options: argparse.Namespace, total: int) -> int:
+    from app import offline
+    from engine.engine import open_engine
+
+    async with open_engine(config) as engine:
+        with (
+            options.input.open(encoding="utf-8", errors="replace") as lines,
+            options.output.open("w", encoding="utf-8") as target,
+            Progress("Answering", unit="lines") as progress,
+        ):
+            counts = await offline.run_batch(engine, lines, target, progress=lambda done: progress(done, total))
+    print(f"{counts.answered} of {counts.total} lines answered; results in {options.output}", file=sys.stderr)
+    return 1 if counts.failed else 0

@@ -1,0 +1,72 @@
+"""Words to options. Every setting has a flag, made from its declaration."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from app.config import environment, keys, load_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from app.config import Settings
+
+# Commands without a server leave the server's own settings out.
+OFFLINE_SECTIONS = ("model", "engine", "cache", "scheduler")
+ALL_SECTIONS = (*OFFLINE_SECTIONS, "server", "security", "slo")
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers wrong use with one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and leave."""
+        self.exit(2, f"relevo: {message} ({self.prog} --help lists what there is)\n")
+
+    def refuse(self, word: str) -> NoReturn:
+        """Say that `word` is unknown, and which flag is nearest."""
+        nearest = get_close_matches(word.partition("=")[0], re.findall(r"--[a-z0-9-]+", self.format_usage()), 1)
+        self.error(f"unknown argument {word}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+
+
+def add_command(
+    commands: argparse._SubParsersAction[Parser],
+    name: str,
+    summary: str,
+    run: Callable[[argparse.Namespace], int],
+) -> Parser:
+    """Add a command whose work `run` does; it returns the exit code."""
+    command = commands.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
+    )
+    command.set_defaults(run=run, parser=command)
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return command
+
+
+def add_settings(command: Parser, sections: Collection[str]) -> None:
+    """Add `--config` and the flags of all settings in `sections`."""
+    command.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
+    for section in sections:
+        group = command.add_argument_group(f"settings [{section}]")
+        for key in keys():
+            if key.section == section:
+                unit = f"{key.unit}, " if key.unit else ""
+                text = f"{key.reason} ({unit}{key.range}; default {key.default_text})".replace("%", "%%")
+                group.add_argument(
+                    key.flag, dest=key.dotted, action="append" if key.is_list else "store", metavar="X", help=text
+                )
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """The settings that a command's flags, the environment and the file amount to.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is out of range.
+    """
+    flags = {key.dotted: getattr(options, key.dotted, None) for key in keys()}
+    return load_settings(path=options.config, environ=environment(), flags=flags)

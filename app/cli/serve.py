@@ -1,0 +1,30 @@
+"""`relevo serve`: the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from app.cli.options import ALL_SECTIONS, Parser, add_command, add_settings, settings_of
+from app.cli.pull import fetch
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def register(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    command = add_command(commands, "serve", "serve a model over HTTP", run)
+    command.add_argument("--insecure", action="store_true", help="listen beyond loopback without keys and admin token")
+    add_settings(command, ALL_SECTIONS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal ends it."""
+    settings = settings_of(options)
+    settings.check_exposure(insecure=options.insecure)
+    fetch(settings.model.name)
+    from app.server import serve  # torch and Quart take seconds to import; wrong use is answered before
+
+    return trio.run(serve, settings)

@@ -1,0 +1,207 @@
+"""Settings: order of sources, errors that help, secrets that stay secret, and config.toml as the page of defaults."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from app.config import Key, Settings, keys, load_settings
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+CONFIG = Path(__file__).resolve().parents[2] / "config.toml"
+
+
+def refused(**sources: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(**sources)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "my.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_without_sources_the_defaults_hold() -> None:
+    assert load_settings() == Settings()
+    assert Settings().engine_config() == EngineConfig()
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    path = written(tmp_path, "[scheduler]\nmax_num_seqs = 3\nmax_waiting = 30\nmax_waiting_tokens = 300\n")
+    environ = {"RELEVO_SCHEDULER_MAX_NUM_SEQS": "4", "RELEVO_SCHEDULER_MAX_WAITING": "40", "PATH": "/bin"}
+    settings = load_settings(path=path, environ=environ, flags={"scheduler.max_num_seqs": "5", "server.port": None})
+    assert settings.scheduler.max_num_seqs == 5
+    assert settings.scheduler.max_waiting == 40
+    assert settings.scheduler.max_waiting_tokens == 300
+    assert settings.server.port == 8000
+
+
+def test_capacity_is_four_times_the_start_unless_it_is_set() -> None:
+    config = load_settings(
+        flags={"scheduler.max_num_seqs": "8", "scheduler.capacity_num_batched_tokens": "512"}
+    ).engine_config()
+    assert (config.capacity_num_seqs, config.capacity_num_batched_tokens) == (32, 512)
+
+
+def test_capacity_below_the_start_is_refused() -> None:
+    message = refused(flags={"scheduler.capacity_num_seqs": "8"})
+    assert "capacity_num_seqs = 8" in message
+    assert "max_num_seqs = 16" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("512 MiB", 512 << 20),
+        ("1.5gib", 3 << 29),
+        ("100MB", 10**8),
+        ("4194304", 4 << 20),
+        ("auto", None),
+    ],
+)
+def test_sizes_in_bytes(text: str, size: int | None) -> None:
+    assert load_settings(flags={"cache.memory": text}).cache.memory == size
+
+
+@pytest.mark.parametrize("text", ["2GX", "lots", "", "-1GiB", "infGiB", "nan", "1KiB"])
+def test_wrong_sizes(text: str) -> None:
+    assert "memory" in refused(flags={"cache.memory": text})
+
+
+def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    message = refused(path=written(tmp_path, "[scheduler]\nmax_num_seq = 8\n"))
+    assert "max_num_seq" in message
+    assert "did you mean max_num_seqs?" in message
+
+
+def test_key_in_the_wrong_section_names_the_right_one(tmp_path: Path) -> None:
+    assert "[server] port" in refused(path=written(tmp_path, "[model]\nport = 80\n"))
+
+
+def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
+    assert "did you mean [scheduler]?" in refused(path=written(tmp_path, "[schedular]\nmax_num_seqs = 8\n"))
+
+
+def test_unknown_variable_names_the_nearest() -> None:
+    message = refused(environ={"RELEVO_SERVER_PROT": "1"})
+    assert "did you mean RELEVO_SERVER_PORT?" in message
+
+
+def test_variables_of_a_kubernetes_service_are_no_settings() -> None:
+    environ = {
+        "RELEVO_PORT": "tcp://10.0.0.1:80",
+        "RELEVO_SERVICE_HOST": "10.0.0.1",
+        "RELEVO_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    assert load_settings(environ=environ) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "expected"),
+    [
+        ("scheduler.max_num_seqs", "0", "1 to 4096"),
+        ("scheduler.max_num_seqs", "many", "1 to 4096"),
+        ("server.port", "70000", "0 to 65535"),
+        ("server.request_timeout_seconds", "0", "more than 0 to 86400"),
+        ("server.request_timeout_seconds", "nan", "more than 0 to 86400"),
+        ("server.vllm_metric_names", "perhaps", "true or false"),
+        ("model.dtype", "float8", "auto, float32, bfloat16"),
+        ("model.name", "", "text, not empty"),
+        ("slo.ttft_p95_seconds", "-1", "more than 0 to 3600, or none"),
+        ("security.api_keys", ["nokey"], "name=key"),
+    ],
+)
+def test_out_of_range_names_key_value_and_range(dotted: str, value: object, expected: str) -> None:
+    message = refused(flags={dotted: value})
+    section, _, name = dotted.partition(".")
+    assert f"[{section}] {name}" in message
+    assert expected in message
+    assert repr(value) in message or name == "api_keys"
+
+
+@pytest.mark.parametrize("value", ["true", "[1]", "{a = 1}"])
+def test_a_number_is_not_a_truth_value_or_a_table(tmp_path: Path, value: str) -> None:
+    assert "1 to 4096" in refused(path=written(tmp_path, f"[scheduler]\nmax_num_seqs = {value}\n"))
+
+
+def test_a_file_that_is_missing_or_no_toml(tmp_path: Path) -> None:
+    assert "no configuration file" in refused(path=tmp_path / "none.toml")
+    assert "cannot be read" in refused(path=tmp_path)
+    assert "TOML" in refused(path=written(tmp_path, "port: 8000\n"))
+    assert "section" in refused(path=written(tmp_path, "model = 'x'\n"))
+
+
+def test_api_keys_come_as_list_commas_or_repeated_flags(tmp_path: Path) -> None:
+    for settings in (
+        load_settings(path=written(tmp_path, '[security]\napi_keys = ["a=1", "b=2=3"]\n')),
+        load_settings(environ={"RELEVO_SECURITY_API_KEYS": "a=1, b=2=3"}),
+        load_settings(flags={"security.api_keys": ["a=1", "b=2=3"]}),
+    ):
+        assert [(key.name, key.key.get_secret_value()) for key in settings.security.api_keys] == [
+            ("a", "1"),
+            ("b", "2=3"),
+        ]
+    assert "once" in refused(flags={"security.api_keys": ["a=1", "a=2"]})
+
+
+def test_secrets_are_shown_nowhere() -> None:
+    settings = load_settings(
+        environ={"RELEVO_SECURITY_ADMIN_TOKEN": "hunter2"}, flags={"security.api_keys": ["alice=hunter3"]}
+    )
+    assert "hunter" not in repr(settings) + str(settings) + str(settings.model_dump())
+    assert settings.security.admin_token is not None
+    assert "hunter" not in refused(flags={"security.api_keys": ["hunter3"]})
+    assert "hunter" not in refused(flags={"security.admin_token": ["hunter3"]})
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Settings().scheduler.max_num_seqs = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_no_keys(host: str) -> None:
+    load_settings(flags={"server.host": host}).check_exposure()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_beyond_loopback_wants_keys_and_token_or_consent(host: str) -> None:
+    flags: dict[str, object] = {"server.host": host}
+    with pytest.raises(ConfigError, match="--insecure"):
+        load_settings(flags=flags).check_exposure()
+    with pytest.raises(ConfigError, match="admin_token"):
+        load_settings(flags=flags | {"security.api_keys": ["a=b"]}).check_exposure()
+    load_settings(flags=flags).check_exposure(insecure=True)
+    load_settings(flags=flags | {"security.api_keys": ["a=b"], "security.admin_token": "t"}).check_exposure()
+
+
+def test_the_shipped_file_equals_the_defaults() -> None:
+    assert load_settings(path=CONFIG) == Settings()
+    document = tomllib.loads(CONFIG.read_text(encoding="utf-8"))
+    shipped = {f"{section}.{name}": value for section, values in document.items() for name, value in values.items()}
+    assert shipped == {key.dotted: key.default for key in keys()}
+
+
+@pytest.mark.parametrize("key", list(keys()), ids=lambda key: key.dotted)
+def test_every_key_has_a_unit_and_a_reason_in_the_shipped_file(key: Key) -> None:
+    text = CONFIG.read_text(encoding="utf-8")
+    comment = re.search(rf"^# (.+)\n{key.name} = ", text, re.MULTILINE)
+    assert comment is not None
+    assert key.reason in comment[1]
+    assert key.unit in comment[1]
+
+
+def test_flags_and_variables_are_unique() -> None:
+    flags, variables = [key.flag for key in keys()], [key.variable for key in keys()]
+    assert len(set(flags)) == len(flags)
+    assert len(set(variables)) == len(variables)

@@ -218,7 +218,9 @@ class Engine:
         return self._report.metrics(self.limits)
 
     def _check_waiting_tokens(self, num_tokens: int) -> None:
-        depth, limit = self._scheduler.num_waiting_tokens, self.config.max_waiting_tokens
+        opened = sum(handle.num_prompt_tokens for handle in self._open.values())
+        depth = opened - sum(sequence.num_prompt_tokens for sequence in self._scheduler.running)
+        limit = self.config.max_waiting_tokens
         if depth and depth + num_tokens > limit:
             raise QueueFullError("prompt tokens", depth, limit, retry_after_seconds=self._retry_after())
 

@@ -1,0 +1,85 @@
+"""Drives a bare scheduler over the fake runner, without tasks or clock: one call, one step."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING
+
+from engine.config import Limits
+from engine.kv_cache import KVCache
+from engine.scheduler import Scheduler
+from engine.sequence import SamplingParams, Sequence
+from tests.fakes import FakeRunner
+
+if TYPE_CHECKING:
+    from engine.batch import ScheduledBatch
+    from engine.scheduler import SequenceUpdate
+
+
+class Simulation:
+    """A scheduler and a fake runner, stepped by hand; every step is checked for the invariants."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int = 4,
+        token_budget: int = 64,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 256,
+        num_seats: int = 16,
+    ) -> None:
+        self.scheduler = Scheduler(
+            KVCache(num_blocks, block_size),
+            limits=Limits(max_num_seqs, token_budget),
+            num_seats=num_seats,
+            max_model_len=max_model_len,
+        )
+        self.runner = FakeRunner(num_blocks, block_size)
+        self.outputs: dict[int, list[int]] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.finished_in: dict[int, int] = {}
+        self.batches: list[ScheduledBatch] = []
+        self._ids = count(1)
+
+    def set_limits(self, max_num_seqs: int, token_budget: int) -> None:
+        self.scheduler.limits = Limits(max_num_seqs, token_budget)
+
+    def add(self, num_prompt_tokens: int, max_tokens: int | None, **params: object) -> Sequence:
+        sequence_id = next(self._ids)
+        prompt = tuple((sequence_id * 7 + i * 3) % 256 for i in range(num_prompt_tokens))
+        sequence = Sequence(
+            sequence_id,
+            f"r{sequence_id}",
+            prompt,
+            SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+            arrival_time=0.0,
+        )
+        self.scheduler.add(sequence)
+        self.sequences[sequence_id] = sequence
+        self.outputs[sequence_id] = []
+        return sequence
+
+    def step(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule(float(len(self.batches)))
+        if batch.seats:
+            self.apply(self.scheduler.update(batch, self.runner.execute(batch), float(len(self.batches))), batch.step)
+        self.scheduler.check_integrity()
+        assert batch.num_tokens <= batch.token_budget
+        self.batches.append(batch)
+        return batch
+
+    def apply(self, updates: list[SequenceUpdate], step: int) -> None:
+        for update in updates:
+            if update.token_id is not None:
+                self.outputs[update.sequence_id].append(update.token_id)
+            if update.finish_reason is not None:
+                self.finished_in[update.sequence_id] = step
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Until nothing waits or runs."""
+        for _ in range(max_steps):
+            if not self.scheduler.running and not self.scheduler.waiting:
+                return
+            self.step()
+        raise AssertionError(f"still not done after {max_steps} steps")

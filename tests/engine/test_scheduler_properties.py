@@ -1,0 +1,97 @@
+"""Whatever is asked of it, in whatever order: the invariants hold after every step and every answer is right."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.sequence import FinishReason
+from tests.engine.simulate import Simulation
+from tests.fakes import expected_output
+
+MAX_EMPTY_STEPS = 2
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, aborts, limits and steps at random over pools small enough to preempt."""
+
+    @initialize(
+        max_num_seqs=st.integers(1, 8),
+        token_budget=st.integers(1, 40),
+        num_blocks=st.integers(2, 24),
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        max_model_len=st.integers(4, 100),
+    )
+    def start(
+        self, max_num_seqs: int, token_budget: int, num_blocks: int, block_size: int, max_model_len: int
+    ) -> None:
+        self.simulation = Simulation(
+            max_num_seqs=max_num_seqs,
+            token_budget=token_budget,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            num_seats=8,
+        )
+        self.empty_steps = 0
+
+    @rule(length=st.integers(1, 60), max_tokens=st.one_of(st.none(), st.integers(1, 40)))
+    def add(self, length: int, max_tokens: int | None) -> None:
+        self.simulation.add(min(length, self.simulation.scheduler.usable_capacity), max_tokens)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.simulation.sequences:
+            sequence_id = data.draw(st.sampled_from(sorted(self.simulation.sequences)))
+            self.simulation.scheduler.abort(sequence_id)
+            self.simulation.scheduler.check_integrity()
+
+    @rule(max_num_seqs=st.integers(1, 8), token_budget=st.integers(1, 40))
+    def limit(self, max_num_seqs: int, token_budget: int) -> None:
+        self.simulation.set_limits(max_num_seqs, token_budget)
+
+    @rule(times=st.integers(1, 12))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            waited = bool(self.simulation.scheduler.waiting or self.simulation.scheduler.running)
+            batch = self.simulation.step()
+            self.empty_steps = self.empty_steps + 1 if waited and not batch.seats else 0
+            assert self.empty_steps <= MAX_EMPTY_STEPS
+
+    @invariant()
+    def first_come_first_served(self) -> None:
+        if hasattr(self, "simulation"):
+            seated = [s.sequence_id for s in self.simulation.sequences.values() if s.first_seated_time is not None]
+            waiting = [s.sequence_id for s in self.simulation.scheduler.waiting.values() if s.first_seated_time is None]
+            assert not seated or not waiting or max(seated) < min(waiting)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "simulation"):
+            return
+        simulation = self.simulation
+        simulation.run()
+        usage = simulation.scheduler.kv_cache.usage
+        assert usage.free + usage.cached == usage.total
+        for sequence in simulation.sequences.values():
+            output = simulation.outputs[sequence.sequence_id]
+            assert output == expected_output(sequence.prompt_token_ids, len(output))
+            if sequence.finish_reason is FinishReason.LENGTH:
+                room = simulation.scheduler.usable_capacity - sequence.num_prompt_tokens + 1
+                assert len(output) == min(sequence.params.max_tokens or room, room)
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestScheduler = SchedulerMachine.TestCase
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=100, max_size=100), st.integers(4, 64))
+def test_sustained_overload_never_wedges(requests: list[tuple[int, int]], token_budget: int) -> None:
+    """A hundred requests at many times the pool: all end, none twice, nobody is thrown out without bound."""
+    simulation = Simulation(max_num_seqs=8, token_budget=token_budget, num_blocks=30, block_size=4)
+    for length, max_tokens in requests:
+        simulation.add(length, max_tokens)
+    simulation.run()
+    assert len(simulation.finished_in) == 100
+    assert max(sequence.num_preemptions for sequence in simulation.sequences.values()) <= 20

@@ -1,0 +1,158 @@
+"""The pages for people: chat, dashboard and tuning, rendered here; and the dashboard's stream and its JSON twin."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from quart import Blueprint, Response, jsonify, request
+
+from app.assets import static_dir
+from app.render import words
+from app.render.templates import make_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from quart.typing import ResponseReturnValue
+
+    from app.audit import AuditEntry
+    from app.http import Context
+
+STREAM_HEADERS: Final = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
+SECURITY_HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'self'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
+        "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+EFFECTS: Final = {
+    "max_num_seqs": "More: more requests at once, each a little slower. Fewer: each is faster, others wait longer.",
+    "max_num_batched_tokens": "Lower: steadier tokens for those being answered. Higher: sooner first tokens.",
+}
+
+
+def pages_blueprint(context: Context) -> Blueprint:
+    """The routes, bound to `context`."""
+    pages = Blueprint(
+        "pages",
+        __name__,
+        static_folder=str(static_dir()),
+        static_url_path="/static",
+    )
+    pages.after_request(add_security_headers)
+    templates = make_environment()
+    telemetry, model = context.telemetry, context.engine.model
+
+    def page(name: str, **variables: Any) -> Response:
+        html = templates.get_template(f"{name}.html").render(page=name, **variables)
+        return Response(html, content_type="text/html; charset=utf-8")
+
+    @pages.get("/")
+    async def chat() -> Response:
+        state = telemetry.draw_part("state")
+        return page("chat", state_html=state, model=model.name, context_length=model.context_length)
+
+    @pages.get("/ops")
+    async def ops() -> Response:
+        parts = telemetry.latest.parts
+        return page("ops", state_html=parts["state"], parts=parts)
+
+    @pages.get("/ops/events")
+    async def events() -> Response:
+        response = Response(telemetry.stream(), content_type="text/event-stream; charset=utf-8", headers=STREAM_HEADERS)
+        # Quart would cut the stream after its own response timeout.
+        response.timeout = None
+        return response
+
+    @pages.get("/ops/stats.json")
+    async def stats() -> ResponseReturnValue:
+        return jsonify(context.stats())
+
+    @pages.get("/admin")
+    async def admin() -> Response:
+        variables = admin_variables(context.live.view(), context.audit.entries)
+        requests = context.engine.snapshot()["requests"]
+        variables |= {"running": requests["running"], "waiting": requests["waiting"]}
+        return page("admin", state_html=telemetry.draw_part("state"), **variables)
+
+    return pages
+
+
+async def add_security_headers(response: Response) -> Response:
+    """Headers of every page: no foreign or inline script, no frame around it, nothing kept but static files."""
+    response.headers.extend({k: v for k, v in SECURITY_HEADERS.items() if k not in response.headers})
+    if request.path.startswith("/static/") and request.args.get("v"):
+        # The address changes with the content, so what lies under it never does.
+        response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
+    elif request.path.startswith("/static/"):
+        response.headers["Cache-Control"] = "no-cache"
+    elif "Cache-Control" not in response.headers:
+        response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+def admin_variables(config: Mapping[str, Any], entries: Sequence[AuditEntry]) -> dict[str, Any]:
+    """What the tuning page shows of the live settings (`GET /admin/config`) and their history, oldest entry first."""
+    effective, capacity = config["effective"], config["capacity"]
+    return {
+        "generation": config["generation"],
+        "draining": config["pending_drain"].get("max_num_seqs", 0),
+        "until": _clock(entries[-1].expires) if entries and entries[-1].expires else None,
+        "fields": [
+            {
+                "key": key,
+                "title": words.word(words.SETTINGS, key),
+                "value": effective[key],
+                "capacity": capacity[key],
+                "effect": EFFECTS.get(key, ""),
+            }
+            for key in effective
+        ],
+        "history": list_history(effective, config["generation"], entries),
+    }
+
+
+def list_history(effective: Mapping[str, int], generation: int, entries: Sequence[AuditEntry]) -> list[dict[str, Any]]:
+    """The generations, newest first, each with the values that held then: worked out backwards from what holds now."""
+    values = dict(effective)
+    rows: list[dict[str, Any]] = []
+    for entry in reversed(entries):
+        rows.append({
+            "generation": entry.generation,
+            "current": entry.generation == generation,
+            "time": _clock(entry.time),
+            "time_iso": entry.time,
+            "who": entry.who,
+            "reason": entry.reason,
+            "expires": _clock(entry.expires) if entry.expires else None,
+            "changes": [
+                {"title": words.word(words.SETTINGS, key), "old": old, "new": new}
+                for key, (old, new) in entry.changes.items()
+            ],
+            "values_json": json.dumps(values),
+        })  # fmt: skip
+        values.update((key, old) for key, (old, _) in entry.changes.items())
+    rows.append({
+        "generation": entries[0].generation - 1 if entries else generation,
+        "current": not entries,
+        "time": None,
+        "time_iso": None,
+        "who": "at the start",
+        "reason": None,
+        "expires": None,
+        "changes": [{"title": words.word(words.SETTINGS, k), "old": None, "new": v} for k, v in values.items()],
+        "values_json": json.dumps(values),
+    })  # fmt: skip
+    return rows
+
+
+def _clock(iso: str) -> str:
+    moment = datetime.fromisoformat(iso).astimezone(UTC)
+    return f"{moment.day} {moment:%b %H:%M:%S} UTC"

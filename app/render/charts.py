@@ -1,0 +1,112 @@
+"""Line charts of the last minutes and the small lines in the tiles, as inline SVG."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+
+from app.render.svg import band_paths, line_path, nice_ceiling, number, svg, text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+HEIGHT = 116
+TOP = 8
+BOTTOM = 6
+WIDTH = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        name: what it shows, for the description.
+        css: stylesheet class.
+        values: one a point in time, `None` where nothing was measured.
+    """
+
+    name: str
+    css: str
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What is drawn over the same points in time.
+
+    Attributes:
+        positions: x of each point, 0 (oldest) to 1 (now).
+        lines: drawn in order; the first and the last bound the shaded band where `band` is set.
+        word: prints a value of the axis.
+        target: a promised limit, drawn dashed.
+        ceiling: top of the axis where it is known beforehand.
+        marks: positions of setting changes, 0 to 1.
+    """
+
+    title: str
+    positions: Sequence[float]
+    lines: Sequence[Line]
+    word: Callable[[float], str]
+    band: bool = False
+    target: float | None = None
+    ceiling: float | None = None
+    marks: Sequence[float] = ()
+
+
+def draw_chart(chart: Chart) -> Markup:
+    """The axis and the plot, side by side; the plot stretches to the room that is left."""
+    top = _top_of(chart)
+    axis = [text("tick", "38", y + 3.5, chart.word(value)) for value, y in _grid(top)]
+    plot = [f'<path class="grid" d="M0 {number(y)}H{number(WIDTH)}"/>' for _, y in _grid(top)]
+    xs = [position * WIDTH for position in chart.positions]
+    heights = [[None if v is None else _y(v, top) for v in line.values] for line in chart.lines]
+    if chart.band and len(heights) > 1:
+        plot.append(f'<path class="band" d="{band_paths(xs, heights[0], heights[-1])}"/>')
+    if chart.target is not None and chart.target <= top:
+        plot.append(f'<path class="target" d="M0 {number(_y(chart.target, top))}H{number(WIDTH)}"/>')
+    plot += [f'<path class="mark" d="M{number(x * WIDTH)} 0V{HEIGHT}"/>' for x in chart.marks]
+    for line, ys in zip(chart.lines, heights, strict=True):
+        plot.append(f'<path class="line {line.css}" d="{line_path(zip(xs, ys, strict=True))}"/>')
+    drawing = svg("lines", plot, height=HEIGHT, label=_describe(chart), view_box=f"0 0 600 {HEIGHT}")
+    labels = Markup("".join(axis))  # noqa: S704 - its texts were escaped when they were made
+    frame = '<div class="plot"><svg class="axis" width="40" height="{}" aria-hidden="true">{}</svg>{}</div>'
+    return Markup(frame).format(HEIGHT, labels, drawing)
+
+
+def sparkline(values: Sequence[float | None], css: str = "") -> Markup:
+    """A line without an axis, from zero to its own highest value."""
+    known = [value for value in values if value is not None]
+    top = max(known, default=0.0) or 1.0
+    step = WIDTH / max(len(values) - 1, 1)
+    points = ((index * step, None if v is None else 25 - 23 * v / top) for index, v in enumerate(values))
+    path = f'<path class="line {css}" d="{line_path(points)}"/>'
+    return svg("spark", [path], height=26, label="", view_box="0 0 600 26")
+
+
+def _top_of(chart: Chart) -> float:
+    if chart.ceiling is not None:
+        return max(chart.ceiling, 1e-9)
+    highest = max((v for line in chart.lines for v in line.values if v is not None), default=0.0)
+    # A target far above the data would flatten the lines; it is shown once they come near it.
+    if chart.target is not None and highest > chart.target / 3:
+        highest = max(highest, chart.target * 1.05)
+    return nice_ceiling(highest)
+
+
+def _grid(top: float) -> list[tuple[float, float]]:
+    return [(value, _y(value, top)) for value in (0.0, top / 2, top)]
+
+
+def _y(value: float, top: float) -> float:
+    return TOP + (HEIGHT - TOP - BOTTOM) * (1 - min(value / top, 1.0))
+
+
+def _describe(chart: Chart) -> str:
+    latest = []
+    for line in chart.lines:
+        known = [value for value in line.values if value is not None]
+        latest.append(f"{line.name} {chart.word(known[-1]) if known else 'not measured'}")
+    return f"{chart.title}, last ten minutes. Now: {', '.join(latest)}."

@@ -1,0 +1,83 @@
+"""Who runs, who waits and why, and whose the KV memory is."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from app.render import numbers, words
+from app.render.blocks import Owner, draw_bar, draw_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from app.render.palette import Palette
+    from app.render.scene import Scene
+
+MAX_RUNNING_ROWS = 64
+MAX_WAITING_ROWS = 12
+
+
+def request_variables(scene: Scene) -> dict[str, Any]:
+    """The requests, those with a seat first, and in words why the others wait."""
+    requests = scene.snapshot["requests"]
+    active = scene.snapshot.get("active", [])
+    seated = sorted(filter(_seated, active), key=lambda entry: entry["seat"])
+    queue = [entry for entry in active if not _seated(entry)]
+    shown = seated[:MAX_RUNNING_ROWS] + queue[:MAX_WAITING_ROWS]
+    return {
+        "rows": [_request_row(entry, scene.palette) for entry in shown],
+        "more": len(active) - len(shown),
+        "running": requests["running"],
+        "waiting": requests["waiting"],
+        "why": [
+            (amount, words.word(words.WAITING, reason))
+            for reason, amount in requests["waiting_by_reason"].items()
+            if amount
+        ],
+    }
+
+
+def _request_row(entry: Mapping[str, Any], palette: Palette) -> dict[str, Any]:
+    seated = _seated(entry)
+    phase = entry["phase"] if seated else ""
+    why = words.word(words.WAITING, entry["reason"]) if entry.get("reason") and not seated else ""
+    return {
+        "id": entry["request_id"],
+        "short": _short(entry["request_id"]),
+        "css": palette.css(entry["request_id"]) if seated else "c-none",
+        "state": entry["state"],
+        "seated": seated,
+        "what": phase or why,
+        "seat": entry["seat"] + 1 if seated else None,
+        "prompt": numbers.count(entry["prompt_tokens"]),
+        "output": numbers.count(entry["output_tokens"]),
+        "age": numbers.age(entry["age_seconds"]),
+        "preemptions": entry["num_preemptions"],
+    }
+
+
+def memory_variables(scene: Scene) -> dict[str, Any]:
+    """The bar, the grid and what they say in words."""
+    kv, cache = scene.snapshot["kv"], scene.snapshot["prefix_cache"]
+    owners = [Owner(scene.palette.css(name), name, amount) for name, amount in kv.get("owners", {}).items()]
+    picture = draw_blocks(kv, owners)
+    asked = cache["query_tokens"]
+    return {
+        "kv": {name: numbers.count(kv[name]) for name in ("used", "cached", "free", "total", "block_size")},
+        "bar": draw_bar(kv),
+        "grid": picture.grid,
+        "per_cell": picture.blocks_per_cell,
+        "owned": bool(owners),
+        "hit_rate": numbers.percent(cache["hit_tokens"] / asked) if asked else None,
+    }
+
+
+def _short(request_id: str) -> str:
+    """Ids of our own making are recognised by their first eight digits."""
+    own = re.fullmatch(r"(chatcmpl|cmpl)-([0-9a-f]{8})[0-9a-f]+", request_id)
+    return own[2] if own else request_id
+
+
+def _seated(entry: Mapping[str, Any]) -> bool:
+    return entry["seat"] is not None

@@ -1,0 +1,45 @@
+"""Everything one frame of the dashboard is drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from app.history import History
+    from app.render.palette import Palette
+    from engine.config import SloTargets
+
+
+class Promise(NamedTuple):
+    """What users were promised for the p95 of a latency, in seconds."""
+
+    p95_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Everything one frame is drawn from.
+
+    Attributes:
+        ready: whether new requests are taken; `reason` says why not.
+        model: served name; `details` are short facts beside it.
+    """
+
+    snapshot: Mapping[str, Any]
+    history: History
+    palette: Palette
+    targets: SloTargets
+    ready: bool
+    reason: str | None
+    model: str
+    details: tuple[str, ...] = ()
+
+    @property
+    def promises(self) -> dict[str, Promise]:
+        """The promised p95 of each latency that has one."""
+        targets = self.targets
+        given = {"ttft": targets.ttft_p95_seconds, "itl": targets.itl_p95_seconds, "e2e": targets.e2e_p95_seconds}
+        return {name: Promise(value) for name, value in given.items() if value is not None}

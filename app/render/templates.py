@@ -1,0 +1,41 @@
+"""Jinja for the pages: one set of filters, and addresses of static files that change with their content."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from app.assets import static_dir, templates_dir
+from app.render import numbers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def make_environment() -> Environment:
+    """The environment of all pages and partials; everything is escaped unless it is Markup."""
+    environment = Environment(
+        loader=FileSystemLoader(templates_dir()),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["asset"] = asset
+    environment.filters["count"] = numbers.count
+    environment.filters["plural"] = numbers.plural
+    return environment
+
+
+def asset(name: str) -> str:
+    """The address of a file in `static/`, with a mark of its content, so that it can be cached for ever."""
+    path = static_dir() / name
+    return f"/static/{name}?v={_digest(path, path.stat().st_mtime_ns)}"
+
+
+@cache
+def _digest(path: Path, _modified: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

@@ -1,0 +1,97 @@
+"""What each partial of the dashboard is given, from one scene."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from app.render import numbers
+from app.render.charts import Chart, Line, draw_chart
+from app.render.figures import count_groups, latency_rows, slo_words
+from app.render.requests import memory_variables, request_variables
+from app.render.table import draw_table
+from app.render.tiles import make_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from app.render.scene import Scene
+    from app.render.table import TablePicture
+
+
+def state_of(scene: Scene) -> dict[str, Any]:
+    """The line at the top of each page: is it well, and what is it."""
+    # The engine says it as "draining: finishing what runs"; the first word is the state.
+    word, _, reason = (scene.reason or "not ready").partition(": ")
+    return {
+        "word": "ready" if scene.ready else word,
+        "level": "" if scene.ready else "warn" if word == "draining" else "bad",
+        "reason": "" if scene.ready else reason,
+        "model": scene.model,
+        "details": (*scene.details, f"up {numbers.duration(scene.snapshot['uptime_seconds'])}"),
+        "running": scene.snapshot["requests"]["running"],
+    }
+
+
+def table_of(scene: Scene) -> TablePicture:
+    """Seats and steps; the seats that are drawn are those of the limit that holds now."""
+    return draw_table(scene.snapshot["table"], scene.palette, seats=scene.snapshot["config"]["max_num_seqs"])
+
+
+def charts_of(scene: Scene) -> list[dict[str, Any]]:
+    """The charts of the last ten minutes, each with a caption."""
+    buckets, marks = scene.history.buckets(), scene.history.changes()
+    positions = buckets.positions
+
+    def latency(title: str, name: str, target: float | None) -> dict[str, Any]:
+        lines = [
+            Line("p50", "thin", buckets.highest(lambda p: getattr(p, name).p50)),
+            Line("p95", "strong", buckets.highest(lambda p: getattr(p, name).p95)),
+            Line("p99", "pale", buckets.highest(lambda p: getattr(p, name).p99)),
+        ]
+        chart = Chart(title, positions, lines, _axis_seconds, band=True, target=target, marks=marks)
+        words_shown = "p50 · p95 · p99" + (f", dashed the target {numbers.seconds(target)}" if target else "")
+        return {"title": title, "note": words_shown, "plot": draw_chart(chart)}
+
+    def levels(title: str, note: str, lines: list[Line], ceiling: float | None = None) -> dict[str, Any]:
+        chart = Chart(title, positions, lines, _axis_count, ceiling=ceiling, marks=marks)
+        return {"title": title, "note": note, "plot": draw_chart(chart)}
+
+    targets, total = scene.targets, scene.snapshot["kv"]["total"]
+    output = Line("output", "strong", buckets.mean(lambda p: p.output_rate))
+    waiting = Line("waiting", "strong", buckets.highest(lambda p: float(p.waiting)))
+    running = Line("running", "second", buckets.mean(lambda p: p.running))
+    held = Line("used", "strong", buckets.mean(lambda p: p.kv_used))
+    cached = Line("used and cached", "second", buckets.mean(lambda p: p.kv_used + p.kv_cached))
+    return [
+        latency("First token", "ttft", targets.ttft_p95_seconds),
+        latency("Between tokens", "itl", targets.itl_p95_seconds),
+        latency("End to end", "e2e", targets.e2e_p95_seconds),
+        levels("Output", "tokens/s", [output]),
+        levels("Requests", "waiting, pale running", [running, waiting]),
+        levels("KV memory", f"blocks used, pale with cached, of {numbers.count(total)}", [cached, held], float(total)),
+    ]
+
+
+def _axis_seconds(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value * 1000:g} ms" if value < 1 else f"{value:g} s"
+
+
+def _axis_count(value: float) -> str:
+    return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"
+
+
+# What each partial is given. A part can be drawn alone: the other pages show the state only.
+PARTS: dict[str, Callable[[Scene], dict[str, Any]]] = {
+    "state": lambda scene: {"state": state_of(scene)},
+    "tiles": lambda scene: {"tiles": make_tiles(scene.snapshot, scene.history, scene.promises)},
+    "table": lambda scene: {
+        "picture": draw_table(scene.snapshot["table"], scene.palette, seats=scene.snapshot["config"]["max_num_seqs"])
+    },
+    "charts": lambda scene: {"charts": charts_of(scene)},
+    "latency": lambda scene: {"rows": latency_rows(scene), "slo": slo_words(scene)},
+    "requests": lambda scene: request_variables(scene),
+    "memory": lambda scene: memory_variables(scene),
+    "counts": lambda scene: {"groups": count_groups(scene.snapshot)},
+}

@@ -1,0 +1,35 @@
+"""Plain words for the closed sets the engine counts by; an unknown word is shown as it is, never dropped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+WAITING = {
+    "seats": "no free seat",
+    "kv_memory": "no free KV memory",
+    "memory": "no free KV memory",
+    "token_budget": "token budget used up",
+    "budget": "token budget used up",
+    "preempted": "preempted, will be resumed",
+    "preemption": "a preemption in this step",
+    "tokenizing": "being tokenized",
+    "ingress": "at the door",
+    "admission": "at the door",
+}
+FINISHED = {"stop": "came to an end", "length": "longest answer", "abort": "aborted", "error": "failed"}
+REJECTED = {
+    "queue_full": "queue full",
+    "context_length": "prompt too long",
+    "context_length_exceeded": "prompt too long",
+    "draining": "shutting down",
+    "invalid": "not valid",
+}
+SETTINGS = {"max_num_seqs": "Seats", "max_num_batched_tokens": "Token budget"}
+
+
+def word(names: Mapping[str, str], key: str) -> str:
+    """The plain word for `key`."""
+    return names.get(key) or key.replace("_", " ")

@@ -1,0 +1,249 @@
+"""A made-up engine for the pages: a small deterministic simulation that answers with real snapshots' shapes.
+
+It draws every state (idle, busy, overloaded, draining) with ten minutes of history in a blink, and says things that a
+real engine would not, such as hostile names.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from engine.config import Limits, SloTargets
+from engine.stats import SlidingWindow
+
+STEPS_A_SECOND = 9
+BLOCK_SIZE = 16
+# Requests a second: (calm, in the middle minutes)
+LOADS = {"idle": (0.0, 0.0), "busy": (1.05, 1.5), "overloaded": (1.1, 3.2), "draining": (1.05, 1.3)}
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    prompt: int
+    wanted: int
+    arrival: float
+    computed: int = 0
+    output: int = 0
+    seat: int | None = None
+    preemptions: int = 0
+    first: float | None = None
+    last: float | None = None
+
+    @property
+    def blocks(self) -> int:
+        return -(-(self.computed + 1) // BLOCK_SIZE) if self.computed else 0
+
+
+@dataclass
+class FakeEngine:
+    """Runs `mode` for as long as it is told to; `advance` moves its clock."""
+
+    mode: str = "busy"
+    seats: int = 12
+    budget: int = 96
+    total_blocks: int = 480
+    seed: int = 7
+    names: tuple[str, ...] = ()
+    model_name: str = "smollm2-135m"
+    now: float = 0.0
+    step: int = 0
+    generation: int = 0
+    preempted_total: int = 0
+    recomputed: int = 0
+    waiting: list[FakeRequest] = field(default_factory=list)
+    running: list[FakeRequest] = field(default_factory=list)
+    finished: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.steps: deque[dict[str, Any]] = deque(maxlen=240)
+        self.windows = {name: SlidingWindow() for name in ("ttft", "itl", "tpot", "e2e", "queue")}
+        self.rates = {"prompt": deque([0] * 10, 10), "output": deque([0] * 10, 10)}
+        self.config = SimpleNamespace(slo=SloTargets())
+        self.model = SimpleNamespace(name=self.model_name, dtype="float32", context_length=2048)
+        self.capacity = Limits(64, 1024)
+        self.made = 0
+        self._next = 0.3
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.seats, self.budget, self.generation)
+
+    async def set_limits(self, changes: dict[str, int]) -> Limits:
+        self.seats = changes.get("max_num_seqs", self.seats)
+        self.budget = changes.get("max_num_batched_tokens", self.budget)
+        self.generation += 1
+        return self.limits
+
+    def health(self) -> SimpleNamespace:
+        if self.mode == "draining":
+            return SimpleNamespace(ready=False, reason="draining: finishing what runs, taking nothing new")
+        return SimpleNamespace(ready=True, reason=None)
+
+    def advance(self, seconds: float = 1.0) -> None:
+        """Arrivals and steps of `seconds`."""
+        produced = Counter[str]()
+        for _ in range(round(seconds * STEPS_A_SECOND)):
+            self.now += 1 / STEPS_A_SECOND
+            self._arrive()
+            if self.running or self.waiting:
+                produced += self._run_step()
+        for name, rate in self.rates.items():
+            rate.append(produced[name])
+
+    def _arrive(self) -> None:
+        calm, high = LOADS[self.mode]
+        load = high if 300 < self.now < 480 or (self.mode == "overloaded" and self.now > 420) else calm
+        while load and self._next <= self.now:
+            self._next += self.random.expovariate(load)
+            if len(self.waiting) >= 40:
+                self.rejected["queue_full"] += 1
+                continue
+            self.made += 1
+            name = (
+                self.names[self.made % len(self.names)] if self.names else f"chatcmpl-{self.random.randbytes(12).hex()}"
+            )
+            prompt, wanted = (
+                int(self.random.lognormvariate(3.9, 0.9)) + 4,
+                int(self.random.lognormvariate(4.0, 0.8)) + 2,
+            )
+            self.waiting.append(FakeRequest(name, min(prompt, 900), min(wanted, 400), self.now))
+
+    def _run_step(self) -> Counter[str]:
+        self.step += 1
+        preempted = self._make_room()
+        if not preempted:
+            self._seat()
+        left, rows, produced = self.budget, [], Counter[str]()
+        for request in self.running:
+            behind = request.prompt + request.output - request.computed
+            tokens = min(behind, left)
+            phase = "decode" if behind == 1 and request.output else "prefill"
+            if not tokens:
+                continue
+            left -= tokens
+            rows.append([request.seat, request.request_id, phase, tokens])
+            request.computed += tokens
+            if phase == "prefill":
+                produced["prompt"] += tokens
+            if tokens == behind:
+                produced["output"] += 1
+                self._emit(request)
+        self.steps.append(
+            {"step": self.step, "time": self.now, "budget": self.budget, "rows": rows, "preempted": preempted}
+        )
+        for request in [r for r in self.running if r.output >= r.wanted]:
+            self.running.remove(request)
+            self.finished["length" if request.wanted >= 400 else "stop"] += 1
+            self.windows["e2e"].add(self.now, self.now - request.arrival)
+            if request.output > 1 and request.first is not None:
+                self.windows["tpot"].add(self.now, (self.now - request.first) / (request.output - 1))
+        return produced
+
+    def _emit(self, request: FakeRequest) -> None:
+        request.output += 1
+        noise = self.random.uniform(0.6, 1.25)
+        if request.first is None:
+            request.first = self.now
+            self.windows["ttft"].add(self.now, (self.now - request.arrival + 0.09) * noise)
+        else:
+            self.windows["itl"].add(self.now, (self.now - (request.last or 0)) * noise * (1 + len(self.waiting) / 30))
+        request.last = self.now
+
+    def _make_room(self) -> list[str]:
+        used = sum(request.blocks for request in self.running)
+        if used + len(self.running) <= self.total_blocks or len(self.running) < 2:
+            return []
+        victim = self.running.pop()
+        self.preempted_total += 1
+        self.recomputed += victim.computed
+        victim.computed, victim.seat, victim.preemptions = 0, None, victim.preemptions + 1
+        self.waiting.insert(0, victim)
+        return [victim.request_id]
+
+    def _seat(self) -> None:
+        free = sorted(set(range(self.seats)) - {r.seat for r in self.running})
+        while free and self.waiting:
+            need = -(-(self.waiting[0].prompt + self.waiting[0].output) // BLOCK_SIZE) + 1
+            if sum(r.blocks for r in self.running) + need > self.total_blocks:
+                return
+            request = self.waiting.pop(0)
+            request.seat = free.pop(0)
+            self.running.append(request)
+            self.windows["queue"].add(self.now, self.now - request.arrival)
+
+    def snapshot(self) -> dict[str, Any]:
+        used = sum(request.blocks for request in self.running)
+        waits = "kv_memory" if self.preempted_total else "seats"
+        finished = {name: self.finished[name] for name in ("stop", "length", "abort", "error")}
+        rejected = {
+            name: self.rejected[name] for name in ("context_length_exceeded", "queue_full", "draining", "invalid")
+        }
+        return {
+            "uptime_seconds": self.now + 11_000,
+            "loop_lag_seconds": 0.0004,
+            "step": {"count": self.step, "seconds_p50": 0.108 if self.step else None, "tokens": self.step * 20},
+            "requests": {
+                "running": len(self.running),
+                "waiting": len(self.waiting),
+                "waiting_by_reason": {waits: len(self.waiting)} if self.waiting else {},
+                "finished_by_reason": finished,
+                "rejected_by_reason": rejected,
+                "aborted_by_cause_and_phase": {},
+            },
+            "active": [self._active(r, waits) for r in (*self.running, *self.waiting)],
+            "kv": {
+                "block_size": BLOCK_SIZE, "total": self.total_blocks, "used": used, "cached": 0,
+                "free": self.total_blocks - used, "usage": used / self.total_blocks,
+                "owners": {r.request_id: r.blocks for r in self.running},
+            },
+            "prefix_cache": {"query_tokens": 0, "hit_tokens": 0},
+            "preemptions": self.preempted_total,
+            "recomputed_tokens": self.recomputed,
+            "useful_row_share": 1.0 if self.step else None,
+            "tokens_per_second": {name: sum(rate) / len(rate) for name, rate in self.rates.items()},
+            "latency": {name: window.summary(self.now) for name, window in self.windows.items()},
+            "slo": {
+                "attainment": {"ttft_p95_seconds": 0.981, "itl_p95_seconds": 0.994, "e2e_p95_seconds": None},
+                "goodput_requests_per_second": 1.02,
+            },
+            "config": {
+                "max_num_seqs": self.seats, "max_num_batched_tokens": self.budget, "generation": self.generation,
+            },
+            "table": {"seats": self.seats, "budget": self.budget, "steps": list(self.steps)},
+        }  # fmt: skip
+
+    def _active(self, request: FakeRequest, waits: str) -> dict[str, Any]:
+        state = "running" if request.seat is not None else "preempted" if request.preemptions else "waiting"
+        return {
+            "request_id": request.request_id,
+            "state": state,
+            "reason": None if request.seat is not None else waits,
+            "phase": None if request.seat is None else "decode" if request.output else "prefill",
+            "seat": request.seat,
+            "prompt_tokens": request.prompt,
+            "computed_tokens": request.computed,
+            "output_tokens": request.output,
+            "age_seconds": self.now - request.arrival,
+            "ttft_seconds": None,
+            "num_preemptions": request.preemptions,
+        }
+
+
+def watched(engine: FakeEngine, seconds: int = 600) -> Any:
+    """Telemetry that has looked at `engine` once a second for `seconds`; for use inside trio."""
+    from app.telemetry import Telemetry
+
+    telemetry = Telemetry(engine)
+    for second in range(seconds):
+        if engine.mode == "busy" and second == 500:
+            engine.seats, engine.generation = engine.seats + 2, engine.generation + 1
+        engine.advance()
+        telemetry.tick(engine.now)
+    return telemetry

@@ -1,0 +1,74 @@
+"""The pages over a made-up engine, on a real socket: for looking at every state in a browser.
+
+python -m tests.pages_app busy 8321
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import hypercorn.trio
+import trio
+from hypercorn.config import Config
+from quart import Response, request
+from quart_trio import QuartTrio
+
+from app.audit import AuditLog
+from app.live_config import LiveConfig
+from app.pages import pages_blueprint
+from app.render.templates import make_environment
+from tests.fake_snapshot import FakeEngine, watched
+
+
+def make_pages_app(engine: FakeEngine, telemetry: Any) -> QuartTrio:
+    """Pages, settings and history; no model behind the chat."""
+    audit = AuditLog()
+    live: Any = LiveConfig(engine, audit)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(engine=engine, telemetry=telemetry, audit=audit, live=live, stats=engine.snapshot)
+    app = QuartTrio("pages", static_folder=None)
+    app.register_blueprint(pages_blueprint(context))
+    templates = make_environment()
+
+    @app.patch("/admin/config")
+    async def change() -> dict[str, Any]:
+        return await live.apply(await request.get_json(), who="admin")
+
+    @app.get("/login")
+    async def login() -> Response:
+        html = templates.get_template("login.html").render(
+            next="/", error="This is neither an API key nor the admin token."
+        )
+        return Response(html, content_type="text/html")
+
+    @app.get("/missing")
+    async def missing() -> Response:
+        html = templates.get_template("error.html").render(
+            status=404, title="Not Found", message="There is nothing here."
+        )
+        return Response(html, content_type="text/html")
+
+    return app
+
+
+async def serve(mode: str, port: int, **options: Any) -> None:
+    """Serve until interrupted; the made-up engine lives in real time."""
+    engine = FakeEngine(mode, **options)
+    telemetry = watched(engine)
+
+    async def live() -> None:
+        while True:
+            await trio.sleep(1)
+            engine.advance()
+            telemetry.tick(engine.now)
+
+    config = Config()
+    config.bind = [f"127.0.0.1:{port}"]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(live)
+        await hypercorn.trio.serve(make_pages_app(engine, telemetry), config)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    trio.run(serve, sys.argv[1], int(sys.argv[2]))

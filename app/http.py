@@ -19,6 +19,7 @@ from app.admin import admin_blueprint
 from app.api import api_blueprint
 from app.api.errors import ApiError, describe
 from app.assets import templates_dir
+from app.guard import Guard, linger
 from app.login import login_blueprint
 from app.metrics import metrics_blueprint
 from app.pages import pages_blueprint
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from app.live_config import LiveConfig
     from app.telemetry import Telemetry
     from engine.engine import Engine
-    from engine.handle import Handle
 
 log = logging.getLogger("relevo.http")
 
@@ -76,27 +76,6 @@ class Context:
         }
 
 
-class HandleGuard:
-    """Ends every generation that an ASGI call started when the call is over, however it ended.
-
-    A client may leave between the answer's headers and its body. Then no handler and no generator is left to run a
-    `finally`, and without this the sequence would keep its seat.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Call the wrapped application."""
-        handles: list[Handle] = []
-        scope["relevo.handles"] = handles
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            for handle in handles:
-                handle.abort("client")
-
-
 def create_app(context: Context) -> QuartTrio:
     """The application with all its routes."""
     app = QuartTrio("app", template_folder=str(templates_dir()), static_folder=None)
@@ -117,7 +96,7 @@ def create_app(context: Context) -> QuartTrio:
         app.register_blueprint(blueprint)
     _install_checks(app, gate)
     _install_errors(app, pages)
-    app.asgi_app = HandleGuard(app.asgi_app)  # type: ignore[method-assign]
+    app.asgi_app = Guard(app.asgi_app)  # type: ignore[method-assign]
     return app
 
 
@@ -156,6 +135,8 @@ def _install_errors(app: QuartTrio, pages: Environment) -> None:
         known = describe(error)
         if known.status == 500 and not isinstance(error, (RelevoError, HTTPException)):
             log.error("%s %s failed", request.method, request.path, exc_info=error)
+        if known.status == 413:
+            await linger(request.scope)
         if not _wants_page():
             return known.response()
         page = pages.get_template("error.html").render(

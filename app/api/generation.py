@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
@@ -13,6 +14,7 @@ from quart import Response, request
 
 from app.api import sse
 from app.api.errors import ApiError, ModelNameError, describe
+from app.guard import HANDLES
 from engine.errors import DrainingError, EngineError
 from engine.handle import GenerationRequest
 from engine.sequence import FinishReason
@@ -100,7 +102,7 @@ def submit(
     params = body.sampling_params(default_max_tokens=default_max_tokens)
     handle = context.engine.submit(GenerationRequest(answer_id, prompt, params, body.stop, body.ignore_eos))
     # From here on the guard around the app ends it with the ASGI call, however that ends.
-    request.scope["relevo.handles"].append(handle)  # type: ignore[typeddict-item]
+    request.scope[HANDLES].append(handle)  # type: ignore[typeddict-item]
     seconds = context.settings.server.request_timeout_seconds
     if body.timeout is not None:
         seconds = min(seconds, body.timeout)
@@ -130,15 +132,13 @@ async def respond(generation: Generation, *, stream: bool) -> Response:
 
 
 async def _respond_whole(generation: Generation) -> Response:
-    reader = AnswerReader(generation)
     texts: list[str] = []
-    while True:
-        delta = await reader.read()
-        if delta is None:
-            continue
-        texts.append(delta.text)
-        if delta.finish_reason is not None:
-            break
+    delta: Delta | None = None
+    async with aclosing(AnswerReader(generation)) as reader:
+        while delta is None or delta.finish_reason is None:
+            delta = await reader.read()
+            if delta is not None:
+                texts.append(delta.text)
     if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or delta.usage is None:
         raise ending_error(delta.finish_reason, delta.error)
     answer = generation.envelope.whole("".join(texts), delta.finish_reason.value, delta.usage)
@@ -147,8 +147,7 @@ async def _respond_whole(generation: Generation) -> Response:
 
 async def _stream(generation: Generation) -> AsyncIterator[bytes]:
     envelope = generation.envelope
-    reader = AnswerReader(generation)
-    try:
+    async with aclosing(AnswerReader(generation)) as reader:
         yield envelope.opening()
         while True:
             delta = await reader.read()
@@ -160,8 +159,6 @@ async def _stream(generation: Generation) -> AsyncIterator[bytes]:
             if delta.finish_reason is not None:
                 yield _ending(generation, delta)
                 return
-    finally:
-        await reader.aclose()
 
 
 def _ending(generation: Generation, delta: Delta) -> bytes:

@@ -1,0 +1,137 @@
+"""The whole server over the fake engine: on a real socket, or driven without one under virtual time."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import trio
+
+from app.config import Settings
+from app.http import Context, create_app
+from app.lifecycle import Lifecycle
+from app.server import make_context, open_listening_socket, run_http
+from tests.fakes import fake_config, open_fake_engine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from engine.engine import Engine
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def make_settings(**sections: dict[str, Any]) -> Settings:
+    return Settings.model_validate(sections)
+
+
+def chat_body(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": [{"role": "user", "content": text}], **fields}
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        client: an HTTP client of it.
+    """
+
+    url: str
+    context: Context
+    client: httpx.AsyncClient
+
+    @property
+    def engine(self) -> Engine:
+        return self.context.engine
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    async def stats(self) -> dict[str, Any]:
+        answer: dict[str, Any] = (await self.client.get("/ops/stats.json")).json()
+        return answer
+
+    async def settle(self) -> None:
+        """Wait until nothing is open, and hold the engine to its books."""
+        with trio.fail_after(5):
+            await self.engine.wait_idle()
+            while self.engine.snapshot()["requests"]["running"] or self.engine.snapshot()["requests"]["waiting"]:
+                await trio.sleep(0.001)
+        kv = self.engine.snapshot()["kv"]
+        assert kv["used"] == 0
+        assert kv["free"] + kv["cached"] == kv["total"]
+
+
+@asynccontextmanager
+async def open_server(settings: Settings | None = None, *, limits: dict[str, Any] | None = None, **fake: Any) -> AsyncIterator[Server]:
+    """Serve on a free port of this machine. `limits` go to the engine's configuration, `fake` to the fake engine."""
+    fake = {"step_seconds": 0.001, **fake}
+    async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
+        context = make_context(settings or make_settings(), engine, Lifecycle())
+        nursery.start_soon(context.live.run)
+        with open_listening_socket("127.0.0.1", 0) as listener:
+            await nursery.start(run_http, context, listener)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+                yield Server(url, context, client)
+        context.lifecycle.stopped.set()
+        nursery.cancel_scope.cancel()
+
+
+def events(text: str) -> list[Any]:
+    """The data of a stream's events, JSON where it is JSON."""
+    found = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [entry if entry == "[DONE]" else json.loads(entry) for entry in found]
+
+
+class Driver:
+    """An ASGI call without a server: two memory channels and a connection that can be cut at any moment."""
+
+    def __init__(self, app: Any, path: str, body: dict[str, Any], *, method: str = "POST") -> None:
+        self._app = app
+        self._to_app, self._receive = trio.open_memory_channel[dict[str, Any]](10)
+        self._send, self.sent = trio.open_memory_channel[dict[str, Any]](0)
+        self._to_app.send_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        self.scope = {
+            "type": "http", "http_version": "1.1", "method": method, "scheme": "http", "path": path,
+            "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "extensions": {}, "state": {},
+            "asgi": {"spec_version": "2.1", "version": "3.0"},
+        }  # fmt: skip
+
+    async def run(self) -> None:
+        """The call itself, to be started in a nursery."""
+        with self._send:
+            await self._app(self.scope, self._receive.receive, self._send.send)
+
+    def leave(self) -> None:
+        """The client goes away."""
+        self._to_app.send_nowait({"type": "http.disconnect"})
+
+    async def status(self) -> int:
+        """Wait for the head of the answer."""
+        return int((await self.sent.receive())["status"])
+
+    async def body(self) -> bytes:
+        """The next piece of the answer; empty at its end."""
+        try:
+            return bytes((await self.sent.receive()).get("body", b""))
+        except trio.EndOfChannel:
+            return b""
+
+
+@asynccontextmanager
+async def open_app(settings: Settings | None = None, *, limits: dict[str, Any] | None = None, **fake: Any) -> AsyncIterator[tuple[Any, Context]]:
+    """The application without a socket, for virtual time."""
+    async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
+        context = make_context(settings or make_settings(), engine, Lifecycle())
+        nursery.start_soon(context.live.run)
+        yield create_app(context), context
+        nursery.cancel_scope.cancel()

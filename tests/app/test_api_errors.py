@@ -1,0 +1,271 @@
+"""Every error of the API: its status, its shape, and that it leaves the engine clean."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import trio
+
+from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_server
+
+
+def completion_body(prompt: object = "hello", **fields: object) -> dict[str, object]:
+    return {"model": "fake", "prompt": prompt, **fields}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [fields]}
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": 2**70}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 300}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"timeout": 0}, "timeout"),
+    ({"timeout": "soon"}, "timeout"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"model": 7}, "model"),
+    ({"n": 2}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"n": 0}, "n"),
+    ({"logprobs": True}, "logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"priority": 1}, "priority"),
+    ({"cache_salt": "x"}, "cache_salt"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"stop_token_ids": [5]}, "stop_token_ids"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    (message(role="king", content="hi"), "messages[0].role"),
+    (message(content="hi"), "messages[0].role"),
+    (message(role="user"), "messages[0].content"),
+    (message(role="user", content=[]), "messages[0].content"),
+    (message(role="user", content=5), "messages[0].content"),
+    (message(role="user", content=[{"type": "image_url", "image_url": {}}]), "messages[0].content[0].type"),
+    (message(role="user", content=[{"type": "text"}]), "messages[0].content[0].text"),
+    (message(role="assistant", content="", tool_calls=[{}]), "messages[0].tool_calls"),
+]
+BAD_PROMPTS: list[tuple[object, str]] = [
+    (None, "prompt"),
+    ("", "prompt"),
+    ([], "prompt"),
+    ([[]], "prompt"),
+    (["a", "b"], "prompt"),
+    ([[1], [2]], "prompt"),
+    ([1, "a"], "prompt"),
+    ([True], "prompt"),
+    ([-1], "prompt"),
+    ([259], "prompt"),
+    ([2**40], "prompt"),
+    ({"a": 1}, "prompt"),
+]
+
+
+async def test_a_bad_field_is_400_that_names_it() -> None:
+    async with open_server() as server:
+        for fields, param in BAD_FIELDS:
+            response = await server.client.post(CHAT, json=chat_body() | fields)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param), (fields, response.text)
+            assert error["type"] == "invalid_request_error"
+            assert set(error) == {"message", "type", "param", "code"}
+        for prompt, param in BAD_PROMPTS:
+            response = await server.client.post(COMPLETIONS, json=completion_body(prompt))
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), (prompt, response.text)
+        for field in ({"echo": True}, {"suffix": "x"}, {"best_of": 2}, {"logprobs": 0}):
+            response = await server.client.post(COMPLETIONS, json=completion_body(**field))
+            assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(field)))
+        assert server.engine.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"5", b'"x"', b"null", b"\xff\xfe", b'{"messages": NaN}', b"[" * 5000, b'{"a":"\\ud800"}'],
+)
+async def test_a_body_that_is_no_json_object_is_400(content: bytes) -> None:
+    async with open_server() as server:
+        response = await server.client.post(CHAT, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "invalid_json"
+
+
+async def test_what_is_no_json_by_its_own_word_is_415() -> None:
+    async with open_server() as server:
+        for headers in ({"content-type": "text/plain"}, {"content-type": "application/json", "content-encoding": "gzip"}):
+            response = await server.client.post(CHAT, content=b"{}", headers=headers)
+            assert response.status_code == 415
+            assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_addresses_and_methods_that_do_not_exist() -> None:
+    async with open_server() as server:
+        for path in ("/v1", "/v1/", "/v1/nothing", "/v1/chat/completions/", "/nothing"):
+            response = await server.client.post(path, json={})
+            assert response.status_code == 404, path
+            assert response.json()["error"]["type"] == "not_found_error"
+        for path in (CHAT, COMPLETIONS, "/tokenize"):
+            response = await server.client.get(path)
+            assert response.status_code == 405
+            assert response.json()["error"]["type"] == "invalid_request_error"
+            assert "POST" in response.headers["allow"]
+
+
+async def test_a_body_beyond_the_limit_is_413() -> None:
+    async with open_server() as server:
+        response = await server.client.post(CHAT, content=b" " * (5 << 20), headers={"content-type": "application/json"})
+        assert response.status_code == 413
+        assert "error" in response.json()
+
+
+async def test_an_unknown_model_is_404() -> None:
+    async with open_server() as server:
+        response = await server.client.post(CHAT, json=chat_body() | {"model": "gpt-9"})
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+async def test_a_prompt_that_can_never_fit_is_400_and_the_next_is_served() -> None:
+    async with open_server(num_blocks=8, limits={"block_size": 16}) as server:
+        capacity = server.engine.model.context_length
+        for body, path in ((chat_body("x" * 200), CHAT), (completion_body("x" * 200), COMPLETIONS)):
+            for stream in (False, True):
+                response = await server.client.post(path, json=body | {"stream": stream})
+                assert response.status_code == 400
+                error = response.json()["error"]
+                assert error["code"] == "context_length_exceeded"
+                assert error["capacity"] == capacity
+        exact = await server.client.post(COMPLETIONS, json=completion_body("x" * capacity))
+        assert exact.json()["usage"]["completion_tokens"] == 1
+        assert exact.json()["choices"][0]["finish_reason"] == "length"
+        assert (await server.client.post(COMPLETIONS, json=completion_body())).status_code == 200
+        await server.settle()
+
+
+async def test_a_full_queue_is_503_at_once_and_says_when_to_come_back() -> None:
+    limits = {"max_num_seqs": 1, "max_waiting": 2}
+    async with open_server(limits=limits, step_seconds=0.02) as server, trio.open_nursery() as nursery:
+        body = chat_body(max_tokens=400)
+        statuses: list[int] = []
+
+        async def ask() -> None:
+            statuses.append((await server.client.post(CHAT, json=body)).status_code)
+
+        for _ in range(3):
+            nursery.start_soon(ask)
+            while server.engine.snapshot()["requests"]["running"] == 0:
+                await trio.sleep(0.001)
+        while server.engine.num_open < 3:
+            await trio.sleep(0.001)
+        before = trio.current_time()
+        for stream in (False, True):
+            response = await server.client.post(CHAT, json=body | {"stream": stream})
+            error = response.json()["error"]
+            assert response.status_code == 503
+            assert (error["code"], error["depth"], error["limit"]) == ("queue_full", 2, 2)
+            assert int(response.headers["retry-after"]) >= 1
+        assert trio.current_time() - before < 0.5
+        server.engine.abort_all("admin")
+    assert statuses == [500, 500, 500]
+
+
+async def test_while_draining_new_requests_are_503() -> None:
+    async with open_server() as server:
+        server.engine.drain()
+        response = await server.client.post(CHAT, json=chat_body())
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "draining"
+        assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_a_deadline_before_the_first_byte_is_408_and_frees_everything() -> None:
+    settings = make_settings(server={"request_timeout_seconds": 0.1})
+    async with open_server(settings, step_seconds=0.01) as server:
+        assert (await server.client.post(CHAT, json=chat_body(max_tokens=300))).status_code == 408
+        await server.settle()
+    async with open_server(step_seconds=0.01) as server:
+        response = await server.client.post(CHAT, json=chat_body(max_tokens=300, timeout=0.1))
+        assert response.status_code == 408
+        assert response.json()["error"]["code"] == "timeout"
+        await server.settle()
+        assert server.engine.snapshot()["requests"]["aborted_by_cause_and_phase"] == {"timeout": {"decode": 1}}
+
+
+async def test_a_deadline_after_the_first_byte_is_told_in_band_without_done() -> None:
+    async with open_server(step_seconds=0.01) as server:
+        response = await server.client.post(CHAT, json=chat_body(max_tokens=300, timeout=0.1, stream=True))
+        assert response.status_code == 200
+        assert "[DONE]" not in response.text
+        assert '"finish_reason":"' not in response.text
+        last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "timeout"
+        await server.settle()
+
+
+async def test_a_step_that_fails_fails_its_requests_alone() -> None:
+    failing = {"on": True}
+
+    def before_step(batch: object) -> None:
+        if failing["on"]:
+            failing["on"] = False
+            raise RuntimeError("the chip is on fire")
+
+    from tests.fakes import FakeRunner
+
+    async with open_server(runner=FakeRunner(256, 4, before_step=before_step)) as server:
+        response = await server.client.post(CHAT, json=chat_body(max_tokens=3))
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "engine_error"
+        assert "fire" not in response.text
+        assert (await server.client.post(CHAT, json=chat_body(max_tokens=3))).status_code == 200
+        failing["on"] = True
+        streamed = await server.client.post(CHAT, json=chat_body(max_tokens=3, stream=True))
+        assert streamed.status_code == 200
+        assert '"error"' in streamed.text
+        assert "[DONE]" not in streamed.text
+        await server.settle()
+
+
+async def test_odd_paths_and_hosts_reach_nothing_unjudged() -> None:
+    """Raw requests: clients would tidy these up."""
+    async with open_server(make_settings(security={"api_keys": ["me=secret"]})) as server:
+        for target in ("//v1/models", "/v1//models", "/%76%31/models", "/v1/%2e%2e/v1/models", "/./v1/models", "/v1/models%00", "*", "/v1/models;x"):
+            for host in ("localhost", "a:b:c", "", "[::1", "evil.example", "\x7f"):
+                stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+                await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                received = b""
+                with trio.fail_after(2):
+                    while chunk := await stream.receive_some(65536):
+                        received += chunk
+                status = received[9:12]  # to the end: `Connection: close` is kept
+                assert status in (b"400", b"401", b"404"), (target, host, received)
+                await stream.aclose()

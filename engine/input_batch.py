@@ -1,0 +1,135 @@
+"""One persistent row a seat. Batches bring differences; the inputs of a step are gathered without a loop over rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.models.llama import ModelInputs
+from engine.sampler import SamplingRows
+from kernels.paged_attention import Workspace, plan_attention
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from engine.batch import ScheduledBatch, Seated
+
+    Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one step needs, in the runner's own row order: rows of one token first, the longest foremost.
+
+    Attributes:
+        order: [R], index in the batch of each row.
+        row_starts: [R], first token of each row.
+        sampling: [S], rows that sample, as indices of this order.
+        last_tokens: [S], the token whose logits each of them needs.
+    """
+
+    model: ModelInputs
+    order: Ints
+    row_starts: Ints
+    sampling: Ints
+    last_tokens: torch.Tensor
+
+
+class InputBatch:
+    """The rows.
+
+    Args:
+        max_num_seqs: seats.
+        max_model_len: longest sequence, in tokens.
+        null_block: a block that no sequence owns and that holds zeros; it fills the tables.
+        cache_dtype: of the KV cache.
+        vocab_size: stop tokens beyond it can never be drawn and are dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        null_block: int,
+        cache_dtype: torch.dtype,
+        vocab_size: int,
+    ) -> None:
+        self._block_size = block_size
+        self._null_block = null_block
+        self._cache_dtype = cache_dtype
+        self._workspace = Workspace()
+        self._sequence_ids: Ints = np.full(max_num_seqs, -1, dtype=np.int64)
+        # One column more than the context: the last token drawn is never computed, but it is written down.
+        self._token_ids: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self._block_tables: Ints = np.full((max_num_seqs, -(-max_model_len // block_size)), null_block, dtype=np.int64)
+        self._num_blocks: Ints = np.zeros(max_num_seqs, dtype=np.int64)
+        self.sampling = SamplingRows(max_num_seqs, vocab_size)
+
+    def apply(self, batch: ScheduledBatch) -> None:
+        """Take over what changed.
+
+        Raises:
+            RuntimeError: afterwards a row belongs to another sequence than the batch says, or lacks blocks.
+        """
+        for seated in batch.seated:
+            self._seat(seated)
+        for seat, block_ids in batch.new_blocks:
+            have = self._num_blocks[seat]
+            self._block_tables[seat, have : have + len(block_ids)] = block_ids
+            self._num_blocks[seat] = have + len(block_ids)
+        seats = np.array(batch.seats, dtype=np.int64)
+        ends = np.array(batch.starts, dtype=np.int64) + np.array(batch.counts, dtype=np.int64)
+        wrong = (self._sequence_ids[seats] != batch.sequence_ids) | (self._num_blocks[seats] * self._block_size < ends)
+        if wrong.any():
+            rows = np.flatnonzero(wrong).tolist()
+            raise RuntimeError(f"step {batch.step}: rows {rows} do not match what the seats were told")
+
+    def prepare(self, batch: ScheduledBatch) -> StepInputs:
+        """Gather the inputs of a batch that was applied."""
+        columns = (batch.seats, batch.starts, batch.counts)
+        seats, starts, counts = (np.array(column, dtype=np.int64) for column in columns)
+        order = np.lexsort((-(starts + counts), counts > 1))
+        seats, starts, counts = seats[order], starts[order], counts[order]
+        loc = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=loc[1:])
+        token_seats = np.repeat(seats, counts)
+        positions = np.arange(loc[-1]) + np.repeat(starts - loc[:-1], counts)
+        blocks = self._block_tables[token_seats, positions // self._block_size]
+        seq_lens = starts + counts
+        plan = plan_attention(
+            torch.from_numpy(self._block_tables[seats, : -(-int(seq_lens.max()) // self._block_size)]),
+            torch.from_numpy(loc),
+            torch.from_numpy(seq_lens),
+            block_size=self._block_size,
+            dtype=self._cache_dtype,
+            workspace=self._workspace,
+        )
+        model = ModelInputs(
+            input_ids=torch.from_numpy(self._token_ids[token_seats, positions]),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
+            plan=plan,
+        )
+        sampling = np.flatnonzero(np.array(batch.samples, dtype=bool)[order])
+        return StepInputs(model, order, loc[:-1], sampling, torch.from_numpy(loc[1:][sampling] - 1))
+
+    def append(self, seats: Ints, positions: Ints, token_ids: Ints) -> None:
+        """Write down drawn tokens, so that the next step finds them."""
+        self._token_ids[seats, positions] = token_ids
+
+    def blocks_of(self, seat: int) -> torch.Tensor:
+        """Block ids of a seat: [blocks] int64."""
+        return torch.from_numpy(self._block_tables[seat, : self._num_blocks[seat]])
+
+    def _seat(self, seated: Seated) -> None:
+        seat = seated.seat
+        self._sequence_ids[seat] = seated.sequence_id
+        self._token_ids[seat, : len(seated.token_ids)] = seated.token_ids
+        self._block_tables[seat] = self._null_block
+        self._num_blocks[seat] = 0
+        self.sampling.set(seat, seated.params, seated.num_prompt_tokens)

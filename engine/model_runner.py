@@ -1,0 +1,208 @@
+"""Runs a model: weights, KV cache, and one step after the other. All calls come from one thread."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.batch import ScheduledBatch, Seated, StepOutput
+from engine.errors import ConfigError
+from engine.input_batch import InputBatch, StepInputs
+from engine.models.linear import multiplies_bfloat16
+from engine.models.llama import LlamaModel
+from engine.sampler import sample
+from engine.sequence import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.cache_spec import CacheSpec
+    from engine.loading.checkpoint import Checkpoint
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NOT_A_NUMBER = "The model computed values that are not finite numbers for this sequence; its weights may be damaged."
+
+
+def resolve_dtype(name: str) -> tuple[torch.dtype, str]:
+    """The dtype to compute in, and one line that says why.
+
+    Args:
+        name: `auto`, `float32` or `bfloat16`.
+
+    Raises:
+        ConfigError: any other name.
+    """
+    if name == "auto":
+        if multiplies_bfloat16():
+            return torch.bfloat16, "this processor multiplies bfloat16, which halves what a step reads"
+        return torch.float32, "this processor has no bfloat16 arithmetic, float32 is the fastest here"
+    if name not in DTYPES:
+        raise ConfigError(f"model.dtype is {name!r}; it can be auto, {' or '.join(DTYPES)}.")
+    return DTYPES[name], "as configured"
+
+
+class ModelRunner:
+    """A model with its cache.
+
+    Args:
+        dtype: `auto`, `float32` or `bfloat16`: of weights and KV cache.
+        num_threads: threads of torch's pool.
+        max_num_seqs: seats.
+        max_num_batched_tokens: tokens of the largest step.
+        max_model_len: longest sequence, in tokens.
+        block_size: tokens of a KV block.
+
+    Raises:
+        ConfigError: the dtype is not known.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str,
+        num_threads: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        self.dtype, self.dtype_reason = resolve_dtype(dtype)
+        self.model: LlamaModel
+        self._checkpoint = checkpoint
+        self._num_threads = num_threads
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._kv_caches: list[torch.Tensor] = []
+        self._rows: InputBatch
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What the model keeps of each token; known after `load`."""
+        return self.model.cache_spec
+
+    @property
+    def kv_element_bytes(self) -> int:
+        """Bytes of one element of the cache."""
+        return self.dtype.itemsize
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        """Read the weights.
+
+        Raises:
+            ModelError: the checkpoint cannot be read.
+        """
+        torch.set_num_threads(self._num_threads)
+        self.model = LlamaModel(
+            self._checkpoint.config,
+            self._checkpoint.tensors(),
+            dtype=self.dtype,
+            max_model_len=self._max_model_len,
+        )
+
+    @torch.inference_mode()
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` blocks; what was cached before is gone."""
+        self._kv_caches = self._make_caches(num_blocks)
+        self._rows = self._make_rows(self._max_num_seqs, num_blocks)
+
+    def warm_up(self) -> None:
+        """Run the largest chunk and a single token once, so that the first request finds everything prepared."""
+        longest = min(self._max_num_batched_tokens, self._max_model_len)
+        for count in (longest, 1):
+            for _ in self._run_alone([0] * count):
+                pass
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        """Compute the batch's tokens and draw a token for each row that samples."""
+        begin = time.perf_counter()
+        self._rows.apply(batch)
+        if len(batch) == 0:
+            return StepOutput(batch.step, (), {}, time.perf_counter() - begin)
+        inputs = self._rows.prepare(batch)
+        hidden = self.model.forward(inputs.model, self._kv_caches)
+        token_ids = np.full(len(batch), -1, dtype=np.int64)
+        broken = _broken_rows(hidden, inputs)
+        if len(inputs.sampling) > 0:
+            rows = inputs.order[inputs.sampling]
+            seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
+            logits = self.model.logits(hidden[inputs.last_tokens])
+            token_ids[rows] = sample(logits, self._rows.sampling, seats, positions)
+            broken |= {int(row) for row in rows[token_ids[rows] < 0]}
+            self._rows.append(seats, positions, token_ids[rows])
+        for row in broken:
+            token_ids[row] = -1
+            self._clean(batch.seats[row])
+        failures = dict.fromkeys(sorted(broken), NOT_A_NUMBER)
+        return StepOutput(batch.step, tuple(token_ids.tolist()), failures, time.perf_counter() - begin)
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Negative log-likelihood of each token but the first, in nats, for checks of quality."""
+        scores: list[float] = []
+        for first, logits in self._run_alone(token_ids):
+            following = torch.tensor(token_ids[first + 1 : first + 1 + len(logits)])
+            rows = torch.log_softmax(logits[: len(following)], dim=-1)
+            scores.extend((-rows.gather(-1, following[:, None])[:, 0]).tolist())
+        return scores
+
+    @torch.inference_mode()
+    def _run_alone(self, token_ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Run one sequence in a cache of its own; gives (first position, logits [n, V]) chunk by chunk."""
+        num_blocks = -(-len(token_ids) // self._block_size)
+        kv_caches, rows = self._make_caches(num_blocks), self._make_rows(1, num_blocks)
+        seated = (Seated(0, 0, tuple(token_ids), len(token_ids), SamplingParams()),)
+        new_blocks = ((0, tuple(range(num_blocks))),)
+        for start in range(0, len(token_ids), self._max_num_batched_tokens):
+            count = min(self._max_num_batched_tokens, len(token_ids) - start)
+            batch = ScheduledBatch(
+                step=0,
+                seats=(0,),
+                sequence_ids=(0,),
+                starts=(start,),
+                counts=(count,),
+                samples=(False,),
+                seated=seated,
+                new_blocks=new_blocks,
+            )
+            rows.apply(batch)
+            seated, new_blocks = (), ()
+            hidden = self.model.forward(rows.prepare(batch).model, kv_caches)
+            yield start, self.model.logits(hidden)
+
+    def _make_caches(self, num_blocks: int) -> list[torch.Tensor]:
+        """One cache a layer; the last block is the null block, which stays zero."""
+        (group,) = self.cache_spec.groups
+        shape = (num_blocks + 1, self._block_size, 2, group.num_kv_heads, group.head_size)
+        return [torch.zeros(shape, dtype=self.dtype) for _ in group.layers]
+
+    def _make_rows(self, max_num_seqs: int, null_block: int) -> InputBatch:
+        return InputBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=self._max_model_len,
+            block_size=self._block_size,
+            null_block=null_block,
+            cache_dtype=self.dtype,
+            vocab_size=self._checkpoint.config.vocab_size,
+        )
+
+    def _clean(self, seat: int) -> None:
+        """Take what is no number out of a seat's blocks: whoever gets them next multiplies it by zero, which is NaN."""
+        block_ids = self._rows.blocks_of(seat)
+        for kv_cache in self._kv_caches:
+            kv_cache[block_ids] = torch.nan_to_num(kv_cache[block_ids], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _broken_rows(hidden: torch.Tensor, inputs: StepInputs) -> set[int]:
+    """Rows of the batch with a token whose hidden state is not finite; hidden is [N, E]."""
+    finite = torch.isfinite(hidden.sum(-1)).numpy()
+    if finite.all():
+        return set()
+    whole = np.logical_and.reduceat(finite, inputs.row_starts)
+    return {int(row) for row in inputs.order[~whole]}

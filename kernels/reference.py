@@ -1,0 +1,99 @@
+"""The plain version of each operation: what the fast ones are compared with.
+
+Every function here has the name and the signature of its fast version. Arithmetic is in float32 whatever the
+operands' dtype is, as in the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kernels.paged_attention import AttentionPlan
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each row by its root mean square and scale it.
+
+    Args:
+        x: [N, E].
+        weight: [E].
+        eps: added to the mean square.
+
+    Returns:
+        [N, E] in x's dtype.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def rope(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rotate each pair of neighbouring elements of each head by the position's angle.
+
+    Args:
+        x: [N, heads, D] float32; elements 2i and 2i+1 are a pair.
+        rotation: [N, D/2] complex64, unit length.
+
+    Returns:
+        [N, heads, D].
+    """
+    even, odd = x[..., 0::2], x[..., 1::2]
+    cos, sin = rotation.real[:, None], rotation.imag[:, None]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """The gated activation silu(gate) * up.
+
+    Args:
+        gate_up: [N, 2F]; gate first.
+
+    Returns:
+        [N, F] in gate_up's dtype.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Put new keys and values into their slots of the paged cache.
+
+    Args:
+        kv: [N, 2, KVH, D]; keys first.
+        kv_cache: [blocks, block_size, 2, KVH, D], changed in place.
+        slot_mapping: [N] int64; slot = block id * block_size + offset in the block. No slot comes twice.
+    """
+    block_size = kv_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        kv_cache[slot // block_size, slot % block_size] = kv[token].to(kv_cache.dtype)
+
+
+def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    """Causal attention of each row's new tokens over all of its tokens in the paged cache.
+
+    Args:
+        query: [N, H, D]; the rows' tokens one row after the other, as `plan.query_start_loc` says.
+        kv_cache: [blocks, block_size, 2, KVH, D]; holds the new tokens already.
+        plan: block tables and lengths of the rows.
+
+    Returns:
+        [N, H, D] float32.
+    """
+    heads, size = query.shape[1:]
+    kv_heads = kv_cache.shape[3]
+    out = torch.empty(query.shape, dtype=torch.float32)
+    starts = plan.query_start_loc.tolist()
+    for row, seq_len in enumerate(plan.seq_lens.tolist()):
+        first, last = starts[row], starts[row + 1]
+        kv = kv_cache[plan.block_tables[row]].flatten(0, 1)[:seq_len].float()  # [T, 2, KVH, D]
+        keys, values = kv.repeat_interleave(heads // kv_heads, dim=2).unbind(1)  # [T, H, D] each
+        scores = torch.einsum("nhd,thd->hnt", query[first:last].float(), keys) / math.sqrt(size)
+        positions = torch.arange(seq_len - (last - first), seq_len)
+        later = torch.arange(seq_len)[None, :] > positions[:, None]  # [n, T]
+        weights = torch.softmax(scores.masked_fill(later, -math.inf), dim=-1)
+        out[first:last] = torch.einsum("hnt,thd->nhd", weights, values)
+    return out

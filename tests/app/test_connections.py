@@ -1,0 +1,247 @@
+"""Clients that leave, stall or stay: whatever they do, the seat is free within a step."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import h2.config
+import h2.connection
+import h2.events
+import httpx
+import pytest
+import trio
+import trio.testing
+
+from app.api.generation import HEARTBEAT_SECONDS
+from tests.app.serving import CHAT, COMPLETIONS, Driver, Server, chat_body, events, make_settings, open_app, open_server
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+def is_clean(engine: Engine) -> bool:
+    kv = engine.snapshot()["kv"]
+    return engine.num_open == 0 and kv["used"] == 0 and kv["free"] + kv["cached"] == kv["total"]
+
+
+async def open_request(server: Server, body: dict[str, Any], *, path: str = CHAT) -> trio.SocketStream:
+    """Send a request by hand and leave the answer unread."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+    await stream.send_all(head.encode() + content)
+    return stream
+
+
+async def wait_for(condition: Any) -> None:
+    with trio.fail_after(5):
+        while not condition():
+            await trio.sleep(0.001)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_its_seat_in_every_phase(stream: bool) -> None:
+    async with open_server(limits={"max_num_seqs": 1}, step_seconds=0.005) as server:
+        running = await open_request(server, chat_body(max_tokens=400, stream=stream))
+        await wait_for(lambda: server.engine.snapshot()["requests"]["running"] == 1)
+        queued = await open_request(server, chat_body(max_tokens=400, stream=stream))
+        await wait_for(lambda: server.engine.snapshot()["requests"]["waiting"] == 1)
+        await queued.aclose()
+        await wait_for(lambda: server.engine.num_open == 1)
+        long = await open_request(server, chat_body("x" * 300, max_tokens=100, stream=stream))
+        await running.aclose()
+        await wait_for(lambda: any(entry["phase"] == "prefill" for entry in server.engine.snapshot()["active"]))
+        await long.aclose()
+        await wait_for(lambda: is_clean(server.engine))
+        aborted = server.engine.snapshot()["requests"]["aborted_by_cause_and_phase"]
+        assert sum(aborted["client"].values()) == 3
+        assert aborted["client"]["queued"] == 1
+        # Nobody else noticed.
+        assert (await server.client.post(CHAT, json=chat_body(max_tokens=2))).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_same_on_http2_where_other_streams_of_the_connection_go_on(stream: bool) -> None:
+    async with open_server(step_seconds=0.005) as server:
+        connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+        connection.initiate_connection()
+        socket = await trio.open_tcp_stream("127.0.0.1", server.port)
+        for stream_id, max_tokens in ((1, 400), (3, 30)):
+            content = json.dumps(chat_body(max_tokens=max_tokens, stream=stream)).encode()
+            connection.send_headers(
+                stream_id,
+                [(":method", "POST"), (":path", CHAT), (":scheme", "http"), (":authority", "localhost"),
+                 ("content-type", "application/json")],
+            )  # fmt: skip
+            connection.send_data(stream_id, content, end_stream=True)
+        await socket.send_all(connection.data_to_send())
+        await wait_for(lambda: server.engine.snapshot()["requests"]["running"] == 2)
+        connection.reset_stream(1)
+        await socket.send_all(connection.data_to_send())
+        received, ended = b"", False
+        with trio.fail_after(5):
+            while not ended:
+                for event in connection.receive_data(await socket.receive_some(65536)):
+                    if isinstance(event, h2.events.DataReceived) and event.stream_id == 3:
+                        received += event.data or b""
+                    ended = ended or (isinstance(event, h2.events.StreamEnded) and event.stream_id == 3)
+        assert b"[DONE]" in received if stream else b'"finish_reason": "length"' in received
+        await wait_for(lambda: is_clean(server.engine))
+        assert server.engine.snapshot()["requests"]["aborted_by_cause_and_phase"] == {"client": {"decode": 1}}
+        await socket.aclose()
+
+
+async def test_the_end_of_an_answer_closes_a_connection_that_asked_for_it() -> None:
+    """nginx speaks HTTP/1.0 to its upstreams by default: the end of the connection is the end of the stream."""
+    async with open_server() as server:
+        content = json.dumps(chat_body(max_tokens=2, stream=True)).encode()
+        stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+        head = f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        await stream.send_all(head.encode() + content)
+        received = b""
+        with trio.fail_after(5):
+            while chunk := await stream.receive_some(65536):
+                received += chunk
+        assert received.rstrip().endswith(b"data: [DONE]")
+        await stream.aclose()
+
+
+async def test_leaving_between_the_head_and_the_body_leaks_nothing(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app() as (app, context), trio.open_nursery() as nursery:
+        driver = Driver(app, CHAT, chat_body(max_tokens=400, stream=True))
+        nursery.start_soon(driver.run)
+        assert await driver.status() == 200
+        assert context.engine.num_open == 1
+        driver.leave()
+        await trio.sleep(0.05)
+        assert is_clean(context.engine)
+
+
+async def test_the_head_leaves_at_acceptance_and_silence_is_filled_with_comments(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_app(limits={"max_num_seqs": 1}, step_seconds=5.0) as (app, _), trio.open_nursery() as nursery:
+        first = Driver(app, CHAT, chat_body(max_tokens=20, stream=True, timeout=1000))
+        nursery.start_soon(first.run)
+        assert await first.status() == 200
+        waiting = Driver(app, CHAT, chat_body(max_tokens=1, stream=True, timeout=1000))
+        nursery.start_soon(waiting.run)
+        assert await waiting.status() == 200  # though it has no seat yet
+        before = trio.current_time()
+        assert b'"role":"assistant"' in await waiting.body()
+        for _ in range(3):
+            assert (await waiting.body()).startswith(b":")
+        assert trio.current_time() - before == pytest.approx(3 * HEARTBEAT_SECONDS, abs=0.1)
+        assert HEARTBEAT_SECONDS <= 15
+        first.leave()
+        while chunk := await waiting.body():
+            last = chunk
+        assert last.endswith(b"data: [DONE]\n\n")
+
+
+async def test_text_that_comes_during_a_heartbeat_is_not_lost(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app(step_seconds=HEARTBEAT_SECONDS * 1.5) as (app, _), trio.open_nursery() as nursery:
+        driver = Driver(app, COMPLETIONS, {"prompt": "hello", "max_tokens": 6, "stream": True, "timeout": 1e6})
+        nursery.start_soon(driver.run)
+        assert await driver.status() == 200
+        received = b""
+        while (chunk := await driver.body()) or b"[DONE]" not in received:
+            received += chunk
+        from tests.fakes import expected_output
+
+        *chunks, done = events(received.decode())
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == bytes(expected_output(b"hello", 6)).decode()
+        assert done == "[DONE]"
+        assert received.count(b": still here") >= 5
+
+
+async def test_a_reader_that_stops_reading_gives_up_its_seat(autojump_clock: trio.testing.MockClock) -> None:
+    limits = {"slow_client_seconds": 3.0}
+    async with open_app(limits=limits, step_seconds=0.05) as (app, context), trio.open_nursery() as nursery:
+        driver = Driver(app, CHAT, chat_body(max_tokens=400, stream=True))
+        nursery.start_soon(driver.run)
+        assert await driver.status() == 200
+        await driver.body()
+        await trio.sleep(5)
+        assert is_clean(context.engine)
+        assert context.engine.snapshot()["requests"]["aborted_by_cause_and_phase"] == {"slow_client": {"decode": 1}}
+        received = b""
+        while chunk := await driver.body():
+            received += chunk
+        assert b'"error"' in received
+        assert b"[DONE]" not in received
+
+
+async def test_the_servers_own_deadline_holds_for_streams(autojump_clock: trio.testing.MockClock) -> None:
+    settings = make_settings(server={"request_timeout_seconds": 20})
+    async with open_app(settings, step_seconds=1.0) as (app, context), trio.open_nursery() as nursery:
+        driver = Driver(app, CHAT, chat_body(max_tokens=400, stream=True, timeout=900))
+        nursery.start_soon(driver.run)
+        before = trio.current_time()
+        assert await driver.status() == 200
+        received = b""
+        while chunk := await driver.body():
+            received += chunk
+        assert trio.current_time() - before == pytest.approx(20, abs=1.5)
+        assert events(received.decode())[-1]["error"]["code"] == "timeout"
+        await trio.sleep(2)
+        assert is_clean(context.engine)
+
+
+async def ask_at_random(server: Server, index: int, client: httpx.AsyncClient) -> None:
+    """One of 200 requests: a valid one, an over-long one, one that is given up, or one of a few tokens."""
+    rng = random.Random(index)
+    kind = rng.choice(["valid", "valid", "tiny", "long", "aborted"])
+    stream = rng.random() < 0.5
+    length = rng.randrange(2000, 3000) if kind == "long" else rng.randrange(1, 100)
+    max_tokens = {"tiny": rng.choice([1, 2])}.get(kind, rng.randrange(3, 40))
+    body = chat_body("x" * length, max_tokens=max_tokens, stream=stream, stream_options={"include_usage": True} if stream else None)
+    if kind == "aborted":
+        connection = await open_request(server, body | {"max_tokens": 400})
+        await trio.sleep(rng.random() * 0.05)
+        await connection.aclose()
+        return
+    response = await client.post(CHAT, json=body)
+    if kind == "long":
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        return
+    assert response.status_code == 200
+    if stream:
+        *chunks, usage, done = events(response.text)
+        assert done == "[DONE]"
+        endings = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert [reason for reason in endings if reason] == ["length"]
+        assert usage["usage"]["completion_tokens"] == max_tokens
+    else:
+        answer = response.json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == max_tokens
+
+
+@pytest.mark.parametrize("num_blocks", [256, 48])
+async def test_200_random_requests_end_right_and_leave_nothing(num_blocks: int) -> None:
+    async with open_server(num_blocks=num_blocks, step_seconds=0.0005) as server:
+        limits = httpx.Limits(max_connections=40)
+        async with httpx.AsyncClient(base_url=server.url, timeout=30, limits=limits) as client:
+            limiter = trio.CapacityLimiter(40)
+
+            async def ask(index: int) -> None:
+                async with limiter:
+                    await ask_at_random(server, index, client)
+
+            with trio.fail_after(60):
+                async with trio.open_nursery() as nursery:
+                    for index in range(200):
+                        nursery.start_soon(ask, index)
+        await server.settle()
+        requests = server.engine.snapshot()["requests"]
+        assert requests["running"] == requests["waiting"] == 0
+        assert requests["finished_by_reason"]["error"] == 0
+        assert sum(requests["finished_by_reason"].values()) + requests["rejected_by_reason"]["context_length_exceeded"] + requests["aborted_by_cause_and_phase"].get("client", {}).get("door", 0) <= 200
+        if num_blocks == 48:
+            assert server.engine.snapshot()["preemptions"] > 0
+
+

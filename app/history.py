@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 SPAN_SECONDS = 600.0
 BUCKET_SECONDS = 4.0
@@ -77,66 +78,73 @@ def _quantiles(snapshot: Mapping[str, Any], name: str) -> Quantiles:
     return Quantiles(latency["p50"], latency["p95"], latency["p99"])
 
 
-class History:
-    """The points of the last ten minutes, oldest first."""
+def merge(points: Sequence[Point]) -> Point:
+    """One point for several, at the time of the last.
 
-    def __init__(self, span_seconds: float = SPAN_SECONDS) -> None:
+    Rates and levels are averaged; of latencies and of the queue the highest stays, so that no short peak gets lost.
+    """
+    last, size = points[-1], len(points)
+    return last._replace(
+        output_rate=sum(point.output_rate for point in points) / size,
+        running=round(sum(point.running for point in points) / size),
+        kv_used=round(sum(point.kv_used for point in points) / size),
+        kv_cached=round(sum(point.kv_cached for point in points) / size),
+        waiting=max(point.waiting for point in points),
+        ttft=_highest([point.ttft for point in points]),
+        itl=_highest([point.itl for point in points]),
+        e2e=_highest([point.e2e for point in points]),
+    )
+
+
+def _highest(quantiles: Sequence[Quantiles]) -> Quantiles:
+    return Quantiles(
+        *[max((v for v in column if v is not None), default=None) for column in zip(*quantiles, strict=True)]
+    )
+
+
+class History:
+    """The points of the last ten minutes, oldest first; beside them the same in groups of a few seconds."""
+
+    def __init__(self, span_seconds: float = SPAN_SECONDS, bucket_seconds: float = BUCKET_SECONDS) -> None:
         self.span_seconds = span_seconds
-        self._points: deque[Point] = deque()
+        self.bucket_seconds = bucket_seconds
+        self.points: deque[Point] = deque()
+        self._merged: deque[Point] = deque()
+        self._group: list[Point] = []
 
     def add(self, point: Point) -> None:
         """Append a point and let go of those that are too old."""
-        self._points.append(point)
-        while self._points[0].time < point.time - self.span_seconds:
-            self._points.popleft()
-
-    @property
-    def points(self) -> Sequence[Point]:
-        """All of them, oldest first."""
-        return self._points
+        # Borders lie on the clock, not on the newest point, so that a line moves left without changing its shape.
+        if self._group and self._bucket(self._group[-1]) != self._bucket(point):
+            self._merged.append(merge(self._group))
+            self._group = []
+        self._group.append(point)
+        self.points.append(point)
+        for kept in (self.points, self._merged):
+            while kept and kept[0].time < point.time - self.span_seconds:
+                kept.popleft()
 
     def recent(self, seconds: float) -> list[Point]:
         """Those of the last `seconds`."""
-        if not self._points:
+        if not self.points:
             return []
-        start = self._points[-1].time - seconds
-        return [point for point in self._points if point.time >= start]
+        start = self.points[-1].time - seconds
+        return list(takewhile(lambda point: point.time >= start, reversed(self.points)))[::-1]
 
-    def buckets(self, seconds: float = BUCKET_SECONDS) -> Buckets:
-        """The points in groups of `seconds`, for charts that have fewer pixels than points."""
-        groups: list[list[Point]] = []
-        key = None
-        for point in self._points:
-            # Borders lie on the clock, not on the newest point, so that a line moves left without changing its shape.
-            if (point_key := int(point.time // seconds)) != key:
-                groups.append([])
-                key = point_key
-            groups[-1].append(point)
-        now = self._points[-1].time if self._points else 0.0
-        positions = [1 - (now - group[-1].time) / self.span_seconds for group in groups]
-        return Buckets(groups, positions)
+    def merged(self) -> list[Point]:
+        """One point for every few seconds, for charts that have fewer pixels than points."""
+        return [*self._merged, merge(self._group)] if self._group else []
+
+    def position(self, time: float) -> float:
+        """Where a time lies between the oldest shown (0) and now (1)."""
+        return 1 - (self.points[-1].time - time) / self.span_seconds
 
     def changes(self) -> list[float]:
-        """Where the settings changed: 0 is the oldest time, 1 is now."""
-        now = self._points[-1].time if self._points else 0.0
-        marks, previous = [], None
-        for point in self._points:
-            if previous is not None and point.generation != previous:
-                marks.append(1 - (now - point.time) / self.span_seconds)
-            previous = point.generation
-        return marks
+        """The positions at which the settings changed."""
+        points = self.merged()
+        return [
+            self.position(after.time) for before, after in pairwise(points) if before.generation != after.generation
+        ]
 
-
-class Buckets(NamedTuple):
-    """Groups of points and where each lies between ten minutes ago (0) and now (1)."""
-
-    groups: list[list[Point]]
-    positions: list[float]
-
-    def mean(self, value: Callable[[Point], float]) -> list[float | None]:
-        """The mean of each group: right for rates and levels."""
-        return [sum(value(point) for point in group) / len(group) for group in self.groups]
-
-    def highest(self, value: Callable[[Point], float | None]) -> list[float | None]:
-        """The highest of each group: a short peak of a latency must not be averaged away."""
-        return [max((v for p in group if (v := value(p)) is not None), default=None) for group in self.groups]
+    def _bucket(self, point: Point) -> int:
+        return int(point.time // self.bucket_seconds)

@@ -53,9 +53,9 @@ def draw_blocks(kv: Mapping[str, Any], owners: Sequence[Owner]) -> BlockPicture:
     start = 0
     for css, title, amount in _kinds(kv, owners):
         # Both ends are rounded from exact block positions, so the squares always add up to the total.
-        first, last = round(start / per_cell), round((start + amount) / per_cell)
+        first, last = (round(end * cells / max(total, 1)) for end in (start, start + amount))
         start += amount
-        body += _span(css, title, first, min(last, cells))
+        body += _span(css, title, first, last)
     # The gaps between squares are drawn over the spans, once.
     body.append(f'<rect class="mesh" width="{COLUMNS * 10}" height="{rows * 10}"/>')
     grid = f'<svg class="blocks" viewBox="0 0 {COLUMNS * 10} {rows * 10}" aria-hidden="true">{"".join(body)}</svg>'

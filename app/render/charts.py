@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from app.render.svg import band_paths, line_path, nice_ceiling, number, svg, text
+from app.render.svg import axis_svg, band_paths, line_path, nice_ceiling, number, svg, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,9 +71,8 @@ def draw_chart(chart: Chart) -> Markup:
     for line, ys in zip(chart.lines, heights, strict=True):
         plot.append(f'<path class="line {line.css}" d="{line_path(zip(xs, ys, strict=True))}"/>')
     drawing = svg("lines", plot, height=HEIGHT, label=_describe(chart), view_box=f"0 0 600 {HEIGHT}")
-    labels = Markup("".join(axis))  # noqa: S704 - its texts were escaped when they were made
-    frame = '<div class="plot"><svg class="axis" width="40" height="{}" aria-hidden="true">{}</svg>{}</div>'
-    return Markup(frame).format(HEIGHT, labels, drawing)
+    labels = axis_svg(axis, width=40, height=HEIGHT)
+    return Markup('<div class="plot">{}{}</div>').format(labels, drawing)
 
 
 def sparkline(values: Sequence[float | None], css: str = "") -> Markup:

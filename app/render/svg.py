@@ -29,15 +29,15 @@ def text(css: str, x: str, y: float, words: str) -> str:
 
 
 def line_path(points: Iterable[tuple[float, float | None]]) -> str:
-    """Path data through the points; a gap where the value is `None`."""
+    """Path data through the points, to a tenth of a pixel; a gap where the value is `None`."""
     pieces: list[str] = []
-    pen_down = False
+    command = "M"
     for x, y in points:
         if y is None:
-            pen_down = False
-            continue
-        pieces.append(f"{'L' if pen_down else 'M'}{number(x)} {number(y)}")
-        pen_down = True
+            command = "M"
+        else:
+            pieces.append(f"{command}{x:.1f} {y:.1f}")
+            command = "L"
     return "".join(pieces)
 
 
@@ -73,3 +73,9 @@ def svg(css: str, body: Iterable[str], *, height: int, label: str, view_box: str
     frame = f' viewBox="{view_box}" preserveAspectRatio="none"' if view_box else ""
     role = f'role="img" aria-label="{escape(label)}"' if label else 'aria-hidden="true"'
     return Markup(f'<svg class="{css}" width="100%" height="{height}"{frame} {role}>{"".join(body)}</svg>')  # noqa: S704
+
+
+def axis_svg(body: Iterable[str], *, width: int, height: int) -> Markup:
+    """The labels beside a plot, in pixels; a reader of the page is told by the plot's own description."""
+    frame = f'<svg class="axis" width="{width}" height="{height}" aria-hidden="true">{"".join(body)}</svg>'
+    return Markup(frame)  # noqa: S704

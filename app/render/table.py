@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup, escape
+from markupsafe import escape
 
-from app.render.svg import number, rect, svg, text
+from app.render.svg import axis_svg, number, rect, svg, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from markupsafe import Markup
 
     from app.render.palette import Palette
 
@@ -189,8 +191,7 @@ def _labels(seats: int, pitch: float, height: int) -> Markup:
     every = 1 if pitch >= 11 else 2 if pitch >= 6 else 16 if pitch < 3 else 8
     shown = [seat for seat in range(seats) if seat == 0 or (seat + 1) % every == 0]
     words = [text("tick", "22", seat * pitch + pitch / 2 + 3, str(seat + 1)) for seat in shown]
-    frame = '<svg class="axis" width="26" height="{}" aria-hidden="true">{}</svg>'
-    return Markup(frame).format(height, Markup("".join(words)))  # noqa: S704
+    return axis_svg(words, width=26, height=height)
 
 
 def _describe(steps: Sequence[Mapping[str, Any]], seats: int) -> str:

@@ -12,8 +12,9 @@ from app.render.table import draw_table
 from app.render.tiles import make_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from app.history import Quantiles
     from app.render.scene import Scene
     from app.render.table import TablePicture
 
@@ -39,36 +40,36 @@ def table_of(scene: Scene) -> TablePicture:
 
 def charts_of(scene: Scene) -> list[dict[str, Any]]:
     """The charts of the last ten minutes, each with a caption."""
-    buckets, marks = scene.history.buckets(), scene.history.changes()
-    positions = buckets.positions
+    history, targets, total = scene.history, scene.targets, scene.snapshot["kv"]["total"]
+    points, marks = history.merged(), history.changes()
+    positions = [history.position(point.time) for point in points]
 
-    def latency(title: str, name: str, target: float | None) -> dict[str, Any]:
+    def latency(title: str, quantiles: Sequence[Quantiles], target: float | None) -> dict[str, Any]:
         lines = [
-            Line("p50", "thin", buckets.highest(lambda p: getattr(p, name).p50)),
-            Line("p95", "strong", buckets.highest(lambda p: getattr(p, name).p95)),
-            Line("p99", "pale", buckets.highest(lambda p: getattr(p, name).p99)),
+            Line("p50", "thin", [q.p50 for q in quantiles]),
+            Line("p95", "strong", [q.p95 for q in quantiles]),
+            Line("p99", "pale", [q.p99 for q in quantiles]),
         ]
         chart = Chart(title, positions, lines, _axis_seconds, band=True, target=target, marks=marks)
-        words_shown = "p50 · p95 · p99" + (f", dashed the target {numbers.seconds(target)}" if target else "")
-        return {"title": title, "note": words_shown, "plot": draw_chart(chart)}
+        note = "p50 · p95 · p99" + (f", dashed the target {numbers.seconds(target)}" if target else "")
+        return {"title": title, "note": note, "plot": draw_chart(chart)}
 
     def levels(title: str, note: str, lines: list[Line], ceiling: float | None = None) -> dict[str, Any]:
         chart = Chart(title, positions, lines, _axis_count, ceiling=ceiling, marks=marks)
         return {"title": title, "note": note, "plot": draw_chart(chart)}
 
-    targets, total = scene.targets, scene.snapshot["kv"]["total"]
-    output = Line("output", "strong", buckets.mean(lambda p: p.output_rate))
-    waiting = Line("waiting", "strong", buckets.highest(lambda p: float(p.waiting)))
-    running = Line("running", "second", buckets.mean(lambda p: p.running))
-    held = Line("used", "strong", buckets.mean(lambda p: p.kv_used))
-    cached = Line("used and cached", "second", buckets.mean(lambda p: p.kv_used + p.kv_cached))
+    output = Line("output", "strong", [p.output_rate for p in points])
+    running = Line("running", "second", [p.running for p in points])
+    waiting = Line("waiting", "strong", [p.waiting for p in points])
+    cached = Line("used and cached", "second", [p.kv_used + p.kv_cached for p in points])
+    used = Line("used", "strong", [p.kv_used for p in points])
     return [
-        latency("First token", "ttft", targets.ttft_p95_seconds),
-        latency("Between tokens", "itl", targets.itl_p95_seconds),
-        latency("End to end", "e2e", targets.e2e_p95_seconds),
+        latency("First token", [p.ttft for p in points], targets.ttft_p95_seconds),
+        latency("Between tokens", [p.itl for p in points], targets.itl_p95_seconds),
+        latency("End to end", [p.e2e for p in points], targets.e2e_p95_seconds),
         levels("Output", "tokens/s", [output]),
         levels("Requests", "waiting, pale running", [running, waiting]),
-        levels("KV memory", f"blocks used, pale with cached, of {numbers.count(total)}", [cached, held], float(total)),
+        levels("KV memory", f"blocks used, pale with cached, of {numbers.count(total)}", [cached, used], float(total)),
     ]
 
 

@@ -1,0 +1,192 @@
+"""The live view: drawn once for everybody, only while somebody watches, and never more than the newest for anyone."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from app.render.view import PARTS
+from app.telemetry import HEARTBEAT_SECONDS, Telemetry, encode_event
+from tests.fake_snapshot import FakeEngine, watched
+
+if TYPE_CHECKING:
+    from trio.testing import MockClock
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def names_of(chunk: bytes) -> list[str]:
+    return re.findall(r"^event: (\w+)$", chunk.decode(), re.MULTILINE)
+
+
+async def test_nothing_is_drawn_while_nobody_watches(autojump_clock: MockClock) -> None:
+    telemetry = Telemetry(FakeEngine())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(telemetry.run)
+        await trio.sleep(60.5)
+        assert telemetry.num_renders == 0
+        assert len(telemetry.history.points) == 61
+        nursery.cancel_scope.cancel()
+
+
+async def test_fifty_watchers_cost_one_rendering_a_tick(autojump_clock: MockClock) -> None:
+    engine = FakeEngine()
+    telemetry = Telemetry(engine)
+    got: list[list[str]] = [[] for _ in range(50)]
+
+    async def watch(seen: list[str]) -> None:
+        async for chunk in telemetry.stream():
+            seen += names_of(chunk)
+
+    async def live() -> None:
+        while True:
+            engine.advance()
+            await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(live)
+        nursery.start_soon(telemetry.run)
+        for seen in got:
+            nursery.start_soon(watch, seen)
+        await trio.sleep(10.5)
+        assert telemetry.num_watchers == 50
+        telemetry.close()
+        await trio.sleep(0.1)
+        assert telemetry.num_watchers == 0
+        nursery.cancel_scope.cancel()
+    assert 10 <= telemetry.num_renders <= 12
+    for seen in got:
+        assert seen[: len(PARTS)] == list(PARTS)
+        assert seen[-1] == "bye"
+        assert 10 <= seen.count("tiles") <= 12
+
+
+async def test_the_first_chunk_tells_when_to_come_back() -> None:
+    stream = watched(FakeEngine(), 3).stream()
+    delay = int(re.fullmatch(rb"retry: (\d+)\n\n", await anext(stream))[1])  # type: ignore[index]
+    assert 1500 <= delay <= 5000
+    assert names_of(await anext(stream)) == list(PARTS)
+    await stream.aclose()
+
+
+async def test_a_slow_watcher_gets_the_newest_frame_only() -> None:
+    engine = FakeEngine()
+    telemetry = watched(engine, 3)
+    stream = telemetry.stream()
+    await anext(stream)
+    await anext(stream)
+    for _ in range(20):
+        engine.advance()
+        telemetry.tick(engine.now)
+    chunk = (await anext(stream)).decode()
+    assert chunk.count("event: tiles") == 1
+    assert f"up to step {engine.step:,}" in chunk
+    await stream.aclose()
+    assert telemetry.num_watchers == 0
+
+
+async def test_parts_that_did_not_change_are_not_sent_again() -> None:
+    engine = FakeEngine("idle")
+    telemetry = watched(engine, 3)
+    stream = telemetry.stream()
+    await anext(stream)
+    await anext(stream)
+    engine.now += 61
+    telemetry.tick(engine.now)
+    sent = names_of(await anext(stream))
+    assert "state" in sent
+    assert not {"requests", "memory", "latency", "counts", "table"} & set(sent)
+    await stream.aclose()
+
+
+async def test_a_silent_stream_shows_that_it_lives(autojump_clock: MockClock) -> None:
+    telemetry = watched(FakeEngine(), 3)
+    stream = telemetry.stream()
+    await anext(stream)
+    await anext(stream)
+    began = trio.current_time()
+    assert await anext(stream) == b": still here\n\n"
+    assert trio.current_time() - began <= HEARTBEAT_SECONDS <= 15
+    await stream.aclose()
+
+
+async def test_a_fault_costs_a_frame_and_not_the_server(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine()
+    telemetry = Telemetry(engine)
+    good = engine.snapshot
+    answers = iter([good, dict, good])
+    engine.snapshot = lambda: next(answers)()  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR), trio.move_on_after(2.5):
+        await telemetry.run()
+    assert len(telemetry.history.points) == 2
+    assert "live view" in caplog.text
+
+
+async def test_every_state_says_itself() -> None:
+    assert "draining" in watched(FakeEngine("draining"), 30).draw_part("state")
+    idle = watched(FakeEngine("idle"), 30).latest.parts
+    assert "Nothing runs" in idle["requests"]
+    assert "No step yet" in idle["table"]
+    assert "nobody waits" in idle["tiles"]
+    assert 'class="tile bad"' not in idle["tiles"]
+    overloaded = watched(FakeEngine("overloaded", seats=2), 60).latest.parts
+    assert "no free seat" in overloaded["requests"]
+    assert 'class="tile bad"' in overloaded["tiles"]
+
+
+async def test_numbers_on_the_page_are_those_of_the_snapshot() -> None:
+    engine = FakeEngine("busy")
+    telemetry = watched(engine, 200)
+    parts, snapshot = telemetry.latest.parts, engine.snapshot()
+    text = {name: re.sub(r"<[^>]*>", " ", html).replace("\N{NO-BREAK SPACE}", " ") for name, html in parts.items()}
+    kv = snapshot["kv"]
+    assert re.search(rf"used\s+{kv['used']}\s+cached\s+{kv['cached']}\s+free\s+{kv['free']}", text["memory"])
+    assert f"{snapshot['requests']['running']} running · {snapshot['requests']['waiting']} waiting" in text["requests"]
+    assert f"{snapshot['latency']['ttft']['count']}" in text["latency"]
+    assert re.search(rf"steps\s+{snapshot['step']['count']:,}", text["counts"])
+    assert f"{snapshot['tokens_per_second']['output']:.0f}" in text["tiles"]
+
+
+@pytest.mark.parametrize(
+    "name", [HOSTILE, '"><script>alert(1)</script>', "a'b&c", "{{ 7*7 }}", "\N{RIGHT-TO-LEFT OVERRIDE}x"]
+)
+async def test_hostile_names_stay_text(name: str) -> None:
+    engine = FakeEngine(names=(name,), model_name=name)
+    for html in watched(engine, 60).latest.parts.values():
+        assert "<img" not in html
+        assert "<script" not in html
+        assert "49" not in re.findall(r"{{.*?}}|<b>49</b>", html)
+
+
+async def test_no_part_needs_inline_style_or_script() -> None:
+    for html in watched(FakeEngine("busy"), 60).latest.parts.values():
+        assert not re.search(r"<style|<script|\sstyle=|\son\w+=|javascript:", html)
+
+
+def test_an_event_has_one_data_line_a_line() -> None:
+    assert encode_event("a", "x\ny") == "event: a\ndata: x\ndata: y\n\n"
+    assert encode_event("a", "") == "event: a\ndata:\n\n"
+
+
+async def test_many_seats_and_blocks_are_drawn_quickly() -> None:
+    """The bound is wide, for a shared machine; the work grows with what is drawn and not with what is served."""
+    engine = FakeEngine("overloaded", seats=256, budget=1024, total_blocks=100_000)
+    telemetry = watched(engine, 60)
+    began = trio.current_time()
+    for _ in range(5):
+        engine.now += 1
+        telemetry.tick(engine.now)
+        assert telemetry.latest
+    assert (trio.current_time() - began) / 5 < 0.2
+
+
+def test_the_parts_have_templates() -> None:
+    from app.assets import templates_dir
+
+    assert all((templates_dir() / f"_{name}.html").is_file() for name in PARTS)

@@ -129,7 +129,7 @@ def _secret(name: str, value: str) -> _Secret:
 def _find(given: str, secrets: tuple[_Secret, ...], attribute: str) -> _Secret | None:
     """The secret that was given. Every one is compared, so that the time taken tells nothing."""
     found = None
-    offered = given.encode("utf-8", "surrogateescape")
+    offered = given.encode("latin-1", "replace")  # how header bytes became text
     for secret in secrets:
         known = secret.value if attribute == "value" else secret.cookie.encode()
         if hmac.compare_digest(offered, known):

@@ -1,0 +1,197 @@
+"""The live settings: changed as a whole or not at all, written down, reverted in time."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import trio
+import trio.testing
+
+from app.audit import AuditLog
+from app.live_config import LiveConfig, OutOfRangeError
+from tests.app.serving import CHAT, chat_body, events, open_server
+from tests.fakes import open_fake_engine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+CAPACITY = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
+
+
+async def test_the_answer_and_the_history() -> None:
+    async with open_server() as server:
+        at_start = (await server.client.get("/admin/config")).json()
+        assert at_start == {
+            "generation": 0,
+            "effective": {"max_num_seqs": 4, "max_num_batched_tokens": 64},
+            "capacity": CAPACITY,
+            "pending_drain": {},
+        }
+        assert (await server.client.get("/admin/audit")).json() == []
+        body = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "reason": "more guests"}
+        changed = await server.client.patch("/admin/config", json=body)
+        assert changed.status_code == 200
+        assert changed.json()["generation"] == 1
+        assert changed.json()["effective"] == {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+        assert (await server.client.get("/admin/config")).json() == changed.json()
+        assert (await server.stats())["config"]["generation"] == 1
+        entry = (await server.client.get("/admin/audit")).json()[-1]
+        assert entry["changes"] == {"max_num_seqs": [4, 8], "max_num_batched_tokens": [64, 128]}
+        assert entry["reason"] == "more guests"
+        assert entry["who"] == "127.0.0.1"
+        assert entry["generation"] == 1
+        assert entry["time"].endswith("Z")
+        assert entry["expires"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 17}, "max_num_seqs"),
+        ({"max_num_seqs": -1}, "max_num_seqs"),
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"max_num_seqs": "8"}, "max_num_seqs"),
+        ({"max_num_seqs": 8.0}, "max_num_seqs"),
+        ({"max_num_seqs": [8]}, "max_num_seqs"),
+        ({"max_num_seqs": 10**30}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 257}, "max_num_batched_tokens"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ({"max_num_seqs": 8, "capacity_num_seqs": 99}, "capacity_num_seqs"),
+        ({"max_num_seqs": 8, "max_num_seq": 9}, "max_num_seq"),
+        ({"max_num_seqs": 8, "ttl_seconds": 0}, "ttl_seconds"),
+        ({"max_num_seqs": 8, "ttl_seconds": 1e12}, "ttl_seconds"),
+        ({"max_num_seqs": 8, "ttl_seconds": "long"}, "ttl_seconds"),
+        ({"max_num_seqs": 8, "ttl_seconds": True}, "ttl_seconds"),
+        ({"max_num_seqs": 8, "reason": 5}, "reason"),
+        ({"max_num_seqs": 8, "reason": "x" * 501}, "reason"),
+    ],
+)
+async def test_nonsense_is_422_and_changes_nothing(body: dict[str, Any], param: str) -> None:
+    async with open_server() as server:
+        response = await server.client.patch("/admin/config", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (422, param)
+        if param in CAPACITY:
+            assert error["range"] == [1, CAPACITY[param]]
+            assert str(CAPACITY[param]) in error["message"]
+        now = (await server.client.get("/admin/config")).json()
+        assert (now["generation"], now["effective"]["max_num_seqs"]) == (0, 4)
+        assert (await server.client.get("/admin/audit")).json() == []
+
+
+async def test_what_is_no_json_object_is_400() -> None:
+    async with open_server() as server:
+        for content in (b"", b"[]", b"{"):
+            headers = {"content-type": "application/json"}
+            assert (await server.client.patch("/admin/config", content=content, headers=headers)).status_code == 400
+
+
+async def test_lowering_the_seats_under_16_streams_cuts_nobody() -> None:
+    async with open_server(limits={"max_num_seqs": 16}, step_seconds=0.002, num_blocks=2000) as server:
+        finished: list[int] = []
+        above: list[int] = []
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client, trio.open_nursery() as nursery:
+
+            async def stream(index: int) -> None:
+                body = chat_body(f"guest {index}", max_tokens=60 + 4 * index, stream=True)
+                text = (await client.post(CHAT, json=body)).text
+                *_, last, done = events(text)
+                assert done == "[DONE]"
+                assert last["choices"][0]["finish_reason"] == "length"
+                finished.append(index)
+
+            for index in range(16):
+                nursery.start_soon(stream, index)
+            while server.engine.snapshot()["requests"]["running"] < 16:
+                await trio.sleep(0.001)
+            lowered = (await server.client.patch("/admin/config", json={"max_num_seqs": 4})).json()
+            assert lowered["effective"]["max_num_seqs"] == 4
+            assert lowered["pending_drain"]["max_num_seqs"] > 0
+            for index in range(16, 20):
+                nursery.start_soon(stream, index)
+            while (running := server.engine.snapshot()["requests"]["running"]) > 4:
+                above.append(running)
+                await trio.sleep(0.001)
+            assert above == sorted(above, reverse=True)  # whoever leaves is not replaced
+            assert len(finished) < 16
+            while len(finished) < 16:
+                assert server.engine.snapshot()["requests"]["running"] <= 4
+                await trio.sleep(0.001)
+            raised = (await server.client.patch("/admin/config", json={"max_num_seqs": 16})).json()
+            assert raised["pending_drain"] == {}
+        assert sorted(finished) == list(range(20))
+        await server.settle()
+
+
+@asynccontextmanager
+async def open_live() -> AsyncIterator[tuple[LiveConfig, AuditLog]]:
+    audit = AuditLog()
+    async with open_fake_engine() as engine, trio.open_nursery() as nursery:
+        live = LiveConfig(engine, audit)
+        nursery.start_soon(live.run)
+        yield live, audit
+        nursery.cancel_scope.cancel()
+
+
+def seats(live: LiveConfig) -> int:
+    return int(live.view()["effective"]["max_num_seqs"])
+
+
+async def test_a_change_for_a_while_goes_back_by_itself(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_live() as (live, audit):
+        await live.apply({"max_num_seqs": 8, "ttl_seconds": 600, "reason": "peak"}, who="me")
+        assert audit.entries[-1].expires is not None
+        await trio.sleep(599)
+        assert seats(live) == 8
+        await trio.sleep(2)
+        assert seats(live) == 4
+        assert audit.entries[-1].who == "ttl"
+        assert audit.entries[-1].changes == {"max_num_seqs": (8, 4)}
+        assert live.view()["generation"] == 2
+
+
+async def test_a_lasting_change_ends_the_waiting_revert(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_live() as (live, audit):
+        await live.apply({"max_num_seqs": 8, "max_num_batched_tokens": 128, "ttl_seconds": 100}, who="me")
+        await live.apply({"max_num_seqs": 6}, who="me")
+        await trio.sleep(200)
+        assert live.view()["effective"] == {"max_num_seqs": 6, "max_num_batched_tokens": 64}
+        assert len(audit.entries) == 3
+
+
+async def test_a_second_temporary_change_goes_back_to_what_lasts(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_live() as (live, _):
+        await live.apply({"max_num_seqs": 8, "ttl_seconds": 100}, who="me")
+        await live.apply({"max_num_seqs": 2, "ttl_seconds": 300}, who="me")
+        await trio.sleep(200)
+        assert seats(live) == 2
+        await trio.sleep(200)
+        assert seats(live) == 4
+
+
+async def test_null_is_absent_and_no_change_is_no_entry() -> None:
+    async with open_live() as (live, audit):
+        view = await live.apply({"max_num_seqs": None, "reason": None, "ttl_seconds": None}, who="me")
+        assert view["generation"] == 0
+        await live.apply({"max_num_seqs": 4}, who="me")
+        assert audit.entries == ()
+        with pytest.raises(OutOfRangeError):
+            await live.apply({"policy": "static"}, who="me")
+
+
+async def test_changes_at_the_same_moment_follow_each_other() -> None:
+    async with open_live() as (live, audit):
+        async with trio.open_nursery() as nursery:
+            for value in (5, 6, 7):
+
+                async def change(value: int = value) -> None:
+                    await live.apply({"max_num_seqs": value}, who="me")
+
+                nursery.start_soon(change)
+        steps = [entry.changes["max_num_seqs"] for entry in audit.entries]
+        assert [new for _, new in steps[:-1]] == [old for old, _ in steps[1:]]
+        assert steps[0][0] == 4

@@ -91,13 +91,13 @@ async def test_what_is_no_json_object_is_400() -> None:
 
 
 async def test_lowering_the_seats_under_16_streams_cuts_nobody() -> None:
-    async with open_server(limits={"max_num_seqs": 16}, step_seconds=0.002, num_blocks=2000) as server:
+    async with open_server(limits={"max_num_seqs": 16}, step_seconds=0.004, num_blocks=2000) as server:
         finished: list[int] = []
         above: list[int] = []
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client, trio.open_nursery() as nursery:
 
             async def stream(index: int) -> None:
-                body = chat_body(f"guest {index}", max_tokens=60 + 4 * index, stream=True)
+                body = chat_body(f"guest {index}", max_tokens=30 + 2 * index, stream=True)
                 text = (await client.post(CHAT, json=body)).text
                 *_, last, done = events(text)
                 assert done == "[DONE]"

@@ -27,8 +27,8 @@ class FakeRequest:
         self.cookies: dict[str, str] = {}
 
 
-def bearer(secret: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {secret}"}
+def bearer(secret: str) -> dict[str, bytes]:
+    return {"Authorization": f"Bearer {secret}".encode()}
 
 
 def test_the_matched_rule_decides_and_what_is_not_named_is_the_operators() -> None:
@@ -126,7 +126,7 @@ def test_a_login_leads_to_a_path_on_this_server(target: str, path: str) -> None:
     assert local_path(target) == path
 
 
-async def status(server: Server, path: str, **headers: str) -> int:
+async def status(server: Server, path: str, **headers: str | bytes) -> int:
     return (await server.client.get(path, headers=headers)).status_code
 
 
@@ -141,8 +141,7 @@ async def test_keys_and_token_open_their_own_doors() -> None:
         assert refused.json()["error"]["code"] == "invalid_api_key"
         assert refused.headers["www-authenticate"] == "Bearer"
         for secret in (KEY, "sk-två"):
-            headers = {"Authorization": f"Bearer {secret}".encode()}
-            response = await server.client.post(CHAT, json=chat_body(max_tokens=1), headers=headers)
+            response = await server.client.post(CHAT, json=chat_body(max_tokens=1), headers=bearer(secret))
             assert response.status_code == 200
         for path in ("/tokenize", "/detokenize"):
             assert (await server.client.post(path, json={"prompt": "a", "tokens": [1]})).status_code == 401

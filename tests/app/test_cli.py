@@ -214,7 +214,7 @@ def test_generate_answers_a_file(run: Any, tmp_path: Path) -> None:
     code, out, err = run("generate", "-i", source, "-o", target)
     assert (code, out) == (0, "")
     assert err == f"5 of 5 lines answered; results in {target}\n"
-    assert {json.loads(line)["custom_id"] for line in target.read_text().splitlines()} == set("12345")
+    assert {json.loads(line)["custom_id"] for line in target.read_text().splitlines()} == set("01234")
     source.write_text(source.read_text() + "\nnonsense\n")
     assert run("generate", "-i", source, "-o", target)[0] == 1
     assert run("generate", "-i", source, "-o", source)[0] == 2

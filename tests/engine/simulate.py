@@ -14,6 +14,7 @@ from tests.fakes import FakeRunner
 if TYPE_CHECKING:
     from engine.batch import ScheduledBatch
     from engine.scheduler import SequenceUpdate
+    from engine.stepper import Runner
 
 
 class Simulation:
@@ -28,6 +29,7 @@ class Simulation:
         block_size: int = 4,
         max_model_len: int = 256,
         num_seats: int = 16,
+        runner: Runner | None = None,
     ) -> None:
         self.scheduler = Scheduler(
             KVCache(num_blocks, block_size),
@@ -35,7 +37,7 @@ class Simulation:
             num_seats=num_seats,
             max_model_len=max_model_len,
         )
-        self.runner = FakeRunner(num_blocks, block_size)
+        self.runner: Runner = runner or FakeRunner(num_blocks, block_size)
         self.outputs: dict[int, list[int]] = {}
         self.sequences: dict[int, Sequence] = {}
         self.finished_in: dict[int, int] = {}
@@ -46,15 +48,12 @@ class Simulation:
         self.scheduler.limits = Limits(max_num_seqs, token_budget)
 
     def add(self, num_prompt_tokens: int, max_tokens: int | None, **params: object) -> Sequence:
+        prompt = tuple((len(self.sequences) * 7 + i * 3) % 256 for i in range(num_prompt_tokens))
+        return self.add_prompt(prompt, SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
+
+    def add_prompt(self, prompt: tuple[int, ...], params: SamplingParams) -> Sequence:
         sequence_id = next(self._ids)
-        prompt = tuple((sequence_id * 7 + i * 3) % 256 for i in range(num_prompt_tokens))
-        sequence = Sequence(
-            sequence_id,
-            f"r{sequence_id}",
-            prompt,
-            SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
-            arrival_time=0.0,
-        )
+        sequence = Sequence(sequence_id, f"r{sequence_id}", prompt, params, arrival_time=0.0)
         self.scheduler.add(sequence)
         self.sequences[sequence_id] = sequence
         self.outputs[sequence_id] = []

@@ -1,0 +1,59 @@
+"""An answer does not depend on its neighbours: the real model, greedy, against an independent implementation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine.model_runner import ModelRunner
+from engine.sequence import SamplingParams
+from tests.engine.simulate import Simulation
+
+if TYPE_CHECKING:
+    from engine.loading.checkpoint import Checkpoint
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 48
+
+
+@pytest.fixture(scope="module")
+def small_pool_runner(checkpoint: Checkpoint) -> ModelRunner:
+    """The real model over so few blocks that a crowd must be preempted."""
+    runner = ModelRunner(
+        checkpoint,
+        dtype="float32",
+        num_threads=2,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        max_model_len=512,
+        block_size=BLOCK_SIZE,
+    )
+    runner.load()
+    runner.allocate_cache(NUM_BLOCKS)
+    return runner
+
+
+@pytest.mark.parametrize("token_budget", [16, 64, 512])
+def test_all_twelve_prompts_among_strangers(
+    token_budget: int, small_pool_runner: ModelRunner, reference: dict[str, Any]
+) -> None:
+    simulation = Simulation(
+        max_num_seqs=16,
+        token_budget=token_budget,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=512,
+        runner=small_pool_runner,
+    )
+    wanted = {}
+    for number, case in enumerate(reference["greedy"]):
+        params = SamplingParams(temperature=0, max_tokens=len(case["output_ids"]))
+        sequence = simulation.add_prompt(tuple(case["prompt_ids"]), params)
+        wanted[sequence.sequence_id] = case["output_ids"]
+        stranger = tuple((number * 131 + i * 17) % 40_000 + 20 for i in range(5 + 7 * number))
+        simulation.add_prompt(stranger, SamplingParams(temperature=1.0, seed=number, max_tokens=30))
+    simulation.run()
+    assert simulation.scheduler.num_preemptions > 0
+    for sequence_id, output_ids in wanted.items():
+        assert simulation.outputs[sequence_id] == output_ids

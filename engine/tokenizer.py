@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -179,6 +180,15 @@ class Tokenizer:
         return text.replace(SPACE_MARK, " ").encode()
 
     def _encode_ordinary(self, text: str, *, first: bool) -> list[int]:
+        ids = self._encode_part(text, first=first)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        # The merges of this vocabulary lead to a control token: cut its spellings, and they cannot.
+        cuts = [0, *(match.start() + 1 for match in self._control_pattern.finditer(text)), len(text)]
+        parts = [text[start:end] for start, end in pairwise(cuts)]
+        return [i for n, part in enumerate(parts) for i in self._encode_part(part, first=first and n == 0)]
+
+    def _encode_part(self, text: str, *, first: bool) -> list[int]:
         backend = self._backend if first else self._continuation
         try:
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids

@@ -90,7 +90,7 @@ def resolve_model(name: str, *, progress: Callable[[int, int], None] | None = No
     if name in BUILTIN_MODELS:
         return _resolve_builtin(name, BUILTIN_MODELS[name], progress or _ignore, offline=offline)
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return path
     if path.suffix in (".gguf", ".safetensors") or not _HUB_ID.fullmatch(name):
         known = ", ".join(BUILTIN_MODELS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         reader = open_gguf(path)
-        check_architecture(str(reader.value("general.architecture")), path)
+        check_architecture(str(reader.text("general.architecture")), path)
         self.name = name or path.stem
         self._path = path
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -62,7 +62,7 @@ class GgufCheckpoint:
         check_tensors(found, self.config, path)
         self.weights_kind = self._most_common_type()
         self.tokenizer: Tokenizer = build_tokenizer(reader, path)
-        template = reader.value("tokenizer.chat_template")
+        template = reader.text("tokenizer.chat_template")
         named = _special_tokens(self.tokenizer)
         self.chat_template = ChatTemplate(template, special_tokens=named) if template else None
 
@@ -117,40 +117,46 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _read_config(reader: MetadataReader, tensors: dict[str, ReaderTensor], path: Path) -> ModelConfig:
-    def number(key: str, default: float | None = None) -> Any:
+    def size(key: str, default: int | None = None) -> int:
         value = reader.value(f"llama.{key}")
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            # Some files give a list, one entry a layer; this version runs layers that are alike.
-            if isinstance(value, list) and value and len(set(value)) == 1:
-                return value[0]
-            what = "missing" if value is None else "not a single number"
+        # Some files give a list, one entry a layer; this version runs layers that are alike.
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        value = default if value is None else value
+        if not isinstance(value, int):
+            what = "missing" if value is None else "not one whole number"
             raise ModelFileError(f"{path}: metadata llama.{key} is {what}.")
         return value
 
-    if number("expert_count", 0):
+    def real(key: str, default: float | None = None) -> float:
+        value = reader.number(f"llama.{key}")
+        value = default if value is None else value
+        if value is None:
+            raise ModelFileError(f"{path}: metadata llama.{key} is missing.")
+        return float(value)
+
+    if size("expert_count", 0):
         raise UnsupportedModelError(f"{path}: mixture-of-experts models (llama.expert_count) are not supported.")
     embedding = tensors.get("token_embd.weight")
-    num_heads = number("attention.head_count")
-    hidden_size = number("embedding_length")
-    head_size = number("attention.key_length", hidden_size // max(num_heads, 1))
+    num_heads = size("attention.head_count")
+    hidden_size = size("embedding_length")
+    head_size = size("attention.key_length", hidden_size // max(num_heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
-        if number(key, head_size) != head_size:
+        if size(key, head_size) != head_size:
             raise UnsupportedModelError(f"{path}: llama.{key} differs from the head size, which is not supported.")
     config = ModelConfig(
         architecture="llama",
-        num_layers=number("block_count"),
+        num_layers=size("block_count"),
         hidden_size=hidden_size,
-        intermediate_size=number("feed_forward_length"),
+        intermediate_size=size("feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=number("attention.head_count_kv", num_heads),
+        num_kv_heads=size("attention.head_count_kv", num_heads),
         head_size=head_size,
-        vocab_size=int(embedding.shape[1]) if embedding is not None else number("vocab_size"),
-        context_length=number("context_length"),
+        vocab_size=int(embedding.shape[1]) if embedding is not None else size("vocab_size"),
+        context_length=size("context_length"),
         # float32 in the file: 1e-5 arrives as 9.999999747e-06.
-        rms_norm_eps=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
-        rope=_read_rope(reader, tensors, number("rope.freq_base", 10000.0), head_size, path),
+        rms_norm_eps=float(f"{real('attention.layer_norm_rms_epsilon'):.6g}"),
+        rope=_read_rope(reader, tensors, real("rope.freq_base", 10000.0), head_size, path),
         tie_word_embeddings="output.weight" not in tensors,
     )
     check_config(config, path)
@@ -160,9 +166,9 @@ def _read_config(reader: MetadataReader, tensors: dict[str, ReaderTensor], path:
 def _read_rope(
     reader: MetadataReader, tensors: dict[str, ReaderTensor], theta: float, head_size: int, path: Path
 ) -> RopeConfig:
-    old_scale = reader.value("llama.rope.scale_linear")  # before there was a type
-    kind = reader.value("llama.rope.scaling.type") or ("linear" if old_scale else "none")
-    factor = reader.value("llama.rope.scaling.factor") or old_scale or 1.0
+    old_scale = reader.number("llama.rope.scale_linear")  # before there was a type
+    kind = reader.text("llama.rope.scaling.type") or ("linear" if old_scale else "none")
+    factor = reader.number("llama.rope.scaling.factor") or old_scale or 1.0
     if kind not in ("none", "linear"):
         raise UnsupportedModelError(f"{path}: RoPE scaling {kind!r} is not supported.")
     if _ROPE_FACTORS in tensors:

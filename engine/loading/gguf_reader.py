@@ -41,7 +41,41 @@ class MetadataReader(GGUFReader):
         field = self.fields.get(key)
         if field is None:
             return None
-        return self._arrays[key] if key in self._arrays else field.contents()
+        try:
+            return self._arrays[key] if key in self._arrays else field.contents()
+        except (ValueError, IndexError) as error:
+            raise ModelFileError(f"{self._path}: metadata {key} is damaged. Fetch the file again.") from error
+
+    def text(self, key: str) -> str | None:
+        """A metadata string, or `None` where it is absent."""
+        value: str | None = self._typed(key, (str,))
+        return value
+
+    def integer(self, key: str) -> int | None:
+        """A metadata integer, or `None` where it is absent."""
+        value: int | None = self._typed(key, (int,))
+        return value
+
+    def number(self, key: str) -> float | None:
+        """A metadata number, or `None` where it is absent."""
+        value: float | None = self._typed(key, (int, float))
+        return value
+
+    def strings(self, key: str) -> list[str] | None:
+        """A metadata list of strings, or `None` where it is absent."""
+        value: list[str] | None = self._typed(key, (list,), GGUFValueType.STRING)
+        return value
+
+    def integers(self, key: str) -> list[int] | None:
+        """A metadata list of 32-bit integers, or `None` where it is absent."""
+        value: list[int] | None = self._typed(key, (list,), GGUFValueType.INT32, GGUFValueType.UINT32)
+        return value
+
+    def _typed(self, key: str, kinds: tuple[type, ...], *items: GGUFValueType) -> Any:
+        value = self.value(key)
+        if value is None or (isinstance(value, kinds) and (not items or self.fields[key].types[-1] in items)):
+            return value
+        raise ModelFileError(f"{self._path}: metadata {key} has an unexpected type. Fetch the file again.")
 
     def _push_field(self, field: ReaderField, skip_sum: bool = False) -> int:
         if self._last_array is not None:

@@ -54,6 +54,15 @@ _PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+def make_pre_tokenizer(pre: str) -> tokenizers.pre_tokenizers.PreTokenizer:
+    """How text is cut into words before merging, by the name a file gives it.
+
+    Raises:
+        KeyError: the name is not known here.
+    """
+    return pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+
+
 def build_tokenizer(reader: MetadataReader, path: Path) -> Tokenizer:
     """Build the tokenizer of an opened file.
 
@@ -61,17 +70,17 @@ def build_tokenizer(reader: MetadataReader, path: Path) -> Tokenizer:
         UnsupportedModelError: a kind of vocabulary or word splitting that is not known here.
         ModelFileError: the vocabulary is missing or contradicts itself.
     """
-    kind = reader.value("tokenizer.ggml.model")
-    pre = reader.value("tokenizer.ggml.pre") or "default"
+    kind = reader.text("tokenizer.ggml.model")
+    pre = reader.text("tokenizer.ggml.pre") or "default"
     if kind != "gpt2":
         raise UnsupportedModelError(f"{path}: tokenizer {kind!r} is not supported; supported: 'gpt2' (byte-level BPE).")
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise UnsupportedModelError(f"{path}: pre-tokenizer {pre!r} is not supported; supported: {known}.")
-    tokens, merges = reader.value("tokenizer.ggml.tokens"), reader.value("tokenizer.ggml.merges")
+    tokens, merges = reader.strings("tokenizer.ggml.tokens"), reader.strings("tokenizer.ggml.merges")
     if not tokens or merges is None:
         raise ModelFileError(f"{path}: the vocabulary is missing from the metadata.")
-    types = reader.value("tokenizer.ggml.token_type") or [1] * len(tokens)
+    types = reader.integers("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ModelFileError(f"{path}: {len(tokens)} tokens, but {len(types)} token types.")
 
@@ -99,12 +108,12 @@ def build_tokenizer(reader: MetadataReader, path: Path) -> Tokenizer:
 
 
 def _token_id(reader: MetadataReader, name: str, vocab_size: int, path: Path) -> int | None:
-    token_id = reader.value(f"tokenizer.ggml.{name}_token_id")
+    token_id = reader.integer(f"tokenizer.ggml.{name}_token_id")
     if token_id is None:
         return None
     if not 0 <= token_id < vocab_size:
         raise ModelFileError(f"{path}: the {name} token {token_id} is not in the vocabulary of {vocab_size}.")
-    return int(token_id)
+    return token_id
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, path: Path) -> tokenizers.Tokenizer:
@@ -117,6 +126,6 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, path: Path) 
     backend = tokenizers.Tokenizer(model)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+    backend.pre_tokenizer = make_pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
     return backend

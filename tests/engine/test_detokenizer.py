@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +22,7 @@ STOPS = st.lists(st.text(alphabet="aabé漢👩\u0301", min_size=1, max_size=4),
 def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
     """The bytes cut at some places, empty pieces included."""
     edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [data[start:end] for start, end in pairwise(edges)]
 
 
 def make_detokenizer(tokens: list[bytes], stop: Sequence[str] = (), controls: Sequence[int] = ()) -> Detokenizer:

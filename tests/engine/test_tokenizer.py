@@ -1,0 +1,143 @@
+"""Ids as the reference has them, and no way from text to a control token but the one that is asked for."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import InvalidRequestError
+from engine.scored_text import load_scored_text
+from engine.tokenizer import Tokenizer
+from tests.tiny_models import CONTROLS, make_backend
+
+if TYPE_CHECKING:
+    from engine.loading.checkpoint import Checkpoint
+
+CONTROL_WORDS = st.sampled_from([*CONTROLS, "<|", "im_end", "|>", "a", " ", "é", "<"])
+
+
+def make_tokenizer(**changes: Any) -> Tokenizer:
+    """A byte-level tokenizer of 265 tokens: three controls, the bytes, six merges."""
+    values: dict[str, Any] = {"byte_level": True, "stop_token_ids": [2], "bos_token_id": 1, "eos_token_id": 2}
+    return Tokenizer(make_backend(), **{**values, **changes})
+
+
+def test_ids_and_text_are_those_of_the_reference(checkpoint: Checkpoint, reference: dict[str, Any]) -> None:
+    """All texts of the reference, there and back."""
+    tokenizer = checkpoint.tokenizer
+    for case in reference["tokenize"]:
+        assert tokenizer.encode(case["text"], parse_control=True) == case["ids"], case["text"]
+        assert tokenizer.decode(case["ids"]) == case["decoded"], case["text"]
+    for case in reference["greedy"]:
+        assert tokenizer.decode(case["output_ids"], skip_control=True) == case["text"]
+
+
+def test_the_scored_text_is_that_of_the_reference(checkpoint: Checkpoint, reference: dict[str, Any]) -> None:
+    """The copy inside the package agrees with the reference and with the tokenizer."""
+    scored = load_scored_text()
+    assert scored.text == reference["score"]["text"]
+    assert scored.mean_nll == reference["score"]["mean_nll"]
+    assert list(scored.token_ids) == reference["score"]["ids"]
+    assert checkpoint.tokenizer.encode(scored.text, parse_control=False) == list(scored.token_ids)
+
+
+def test_the_real_model_stops_at_its_end_of_turn(checkpoint: Checkpoint) -> None:
+    """SmolLM2: no BOS for plain text, `<|im_end|>` ends a turn, all of its controls are known as such."""
+    tokenizer = checkpoint.tokenizer
+    assert not tokenizer.adds_bos
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.stop_token_ids == {0, 2}
+    assert [i for i in range(tokenizer.vocab_size) if tokenizer.is_control(i)] == list(range(17))
+
+
+@given(st.text())
+def test_bytes_of_the_tokens_are_the_bytes_of_the_text(text: str) -> None:
+    """Nothing is lost or changed on the way."""
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode(text, parse_control=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert tokenizer.decode(ids) == text
+
+
+@given(st.lists(CONTROL_WORDS, max_size=8).map("".join))
+def test_a_spelling_is_text_unless_control_tokens_are_asked_for(text: str) -> None:
+    """Without `parse_control` no control token comes out; with it, each spelling is one."""
+    tokenizer = make_tokenizer()
+    assert not any(map(tokenizer.is_control, tokenizer.encode(text, parse_control=False)))
+    ids = tokenizer.encode(text, parse_control=True)
+    spelled = sum(text.count(word) for word in CONTROLS)
+    assert sum(map(tokenizer.is_control, ids)) == spelled
+    assert tokenizer.decode(ids) == text
+
+
+def test_parsing_agrees_with_the_library() -> None:
+    """Our own splitting at control tokens gives what the library's gives."""
+    text = " hello<|im_end|>\n<|im_start|>user hello <|im_end|"
+    assert make_tokenizer().encode(text, parse_control=True) == make_backend().encode(text).ids
+
+
+def test_spaces_around_a_control_token_go_where_it_says_so() -> None:
+    """`lstrip` and `rstrip` of an added token are kept."""
+    backend = make_backend()
+    backend.add_special_tokens([tokenizers.AddedToken("<end>", lstrip=True, rstrip=True, special=True)])
+    expected = backend.encode("a  <end> \n b<end>").ids
+    tokenizer = Tokenizer(backend, byte_level=True, stop_token_ids=[2])
+    assert tokenizer.encode("a  <end> \n b<end>", parse_control=True) == expected
+
+
+def test_a_bos_is_added_once() -> None:
+    """A text that brings its own keeps that one."""
+    tokenizer = make_tokenizer(prefix_ids=[1])
+    assert tokenizer.adds_bos
+    assert tokenizer.encode("a", parse_control=False)[0] == 1
+    assert tokenizer.encode("<|im_start|>a", parse_control=True).count(1) == 1
+    assert 1 not in tokenizer.encode("a", parse_control=True, add_special=False)
+
+
+def test_an_id_outside_the_vocabulary() -> None:
+    """Padding of the embedding has no bytes; a request that names such an id is told the range."""
+    tokenizer = make_tokenizer()
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+    assert tokenizer.token_bytes(-1) == b""
+    assert len(tokenizer.token_bytes_table) == tokenizer.vocab_size
+    with pytest.raises(InvalidRequestError, match="ids go from 0 to 264"):
+        tokenizer.decode([tokenizer.vocab_size])
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    """JSON can carry one; UTF-8 cannot."""
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        make_tokenizer().encode("a\ud800", parse_control=True)
+
+
+def test_a_vocabulary_of_pieces_with_byte_fallback() -> None:
+    """Spaces are written as U+2581 there and single bytes as <0xNN>; only a text's first word gets a space."""
+    vocabulary = {"<s>": 0, "▁": 1, "a": 2, "▁a": 3, "<0xC3>": 4, "<0xA9>": 5, "<unk>": 6}
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocabulary, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.add_special_tokens(["<s>"])
+    expected = [backend.encode(text).ids for text in ("a<s>a a", "é")]
+    tokenizer = Tokenizer(backend, byte_level=False, stop_token_ids=[])
+    assert tokenizer.encode("a<s>a a", parse_control=True) == expected[0] == [3, 0, 2, 3]
+    assert tokenizer.encode("é", parse_control=True) == expected[1] == [1, 4, 5]
+    assert tokenizer.decode([3, 2, 4, 5]) == " aaé"
+
+
+def test_long_prompts_take_time_in_proportion(checkpoint: Checkpoint) -> None:
+    """Four times the text takes about four times as long, also for one long word; 16 times would be quadratic."""
+
+    def seconds(text: str) -> float:
+        start = time.perf_counter()
+        checkpoint.tokenizer.encode(text, parse_control=True)
+        return time.perf_counter() - start
+
+    for text in ("The quick brown fox <|im_end|> jumps. " * 1000, "ab" * 20_000):
+        short, long = (min(seconds(text * times) for _ in range(5)) for times in (1, 4))
+        assert long < 10 * short

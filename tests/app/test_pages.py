@@ -1,0 +1,217 @@
+"""The pages as a client sees them: status, headers, and what stands in them without any JavaScript."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+
+from app.assets import static_dir, templates_dir
+from app.audit import AuditEntry, AuditLog
+from app.pages import admin_variables, list_history
+from tests.app.serving import chat_body, make_settings, open_server
+
+if TYPE_CHECKING:
+    from tests.app.serving import Server
+
+HTML = {"Accept": "text/html"}
+
+
+async def fetch(server: Server, path: str) -> str:
+    answer = await server.client.get(path, headers=HTML)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    return answer.text
+
+
+async def test_pages_are_whole_without_javascript() -> None:
+    async with open_server() as server:
+        chat = await fetch(server, "/")
+        assert "Chat needs JavaScript" in chat
+        assert "ready" in chat
+        assert re.search(r'<form id="composer"[^>]* hidden>', chat)
+        ops = await fetch(server, "/ops")
+        for words in (
+            "Output",
+            "First token p95",
+            "Waiting",
+            "KV memory",
+            "The table",
+            "Nothing runs and nobody waits",
+        ):
+            assert words in ops
+        admin = await fetch(server, "/admin")
+        assert 'max="16" value="4"' in admin
+        assert "at the start" in admin
+
+
+@pytest.mark.parametrize("path", ["/", "/ops", "/admin", "/ops/stats.json", "/static/relevo.css"])
+async def test_every_answer_has_the_security_headers(path: str) -> None:
+    async with open_server() as server:
+        headers = (await server.client.get(path)).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'self'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "same-origin"
+
+
+async def test_static_files_are_kept_for_ever_under_their_content() -> None:
+    async with open_server() as server:
+        page = await fetch(server, "/ops")
+        addresses = re.findall(r'(?:src|href)="(/static/[^"]+)"', page)
+        assert len(addresses) >= 5
+        for address in addresses:
+            answer = await server.client.get(address)
+            assert answer.status_code == 200
+            assert answer.headers["cache-control"] == "public, max-age=31536000, immutable"
+            digest = hashlib.sha256(answer.content).hexdigest()
+            assert address.endswith(f"?v={digest[:12]}")
+        assert (await server.client.get("/static/relevo.css")).headers["cache-control"] == "no-cache"
+        assert (await server.client.get("/static/../pyproject.toml")).status_code == 404
+        assert (await server.client.get("/static/%2e%2e/pyproject.toml")).status_code == 404
+
+
+async def test_the_json_twin_is_the_snapshot() -> None:
+    async with open_server() as server:
+        answer = await server.client.get("/ops/stats.json")
+        assert answer.headers["cache-control"] == "no-store"
+        stats = answer.json()
+        assert stats["config"] == {"max_num_seqs": 4, "max_num_batched_tokens": 64, "generation": 0}
+        assert set(server.engine.snapshot()) <= set(stats)
+        assert "loop_lag_seconds" in stats
+
+
+async def test_a_running_request_is_on_the_dashboard_and_hostile_ids_are_text() -> None:
+    async with open_server(step_seconds=0.02) as server, trio.open_nursery() as nursery:
+        body = chat_body("<img src=x onerror=alert(1)>", max_tokens=200)
+        nursery.start_soon(lambda: server.client.post("/v1/chat/completions", json=body))
+        with trio.fail_after(5):
+            while not server.engine.snapshot()["requests"]["running"]:
+                await trio.sleep(0.01)
+        server.context.telemetry.tick(trio.current_time())
+        page = await fetch(server, "/ops")
+        assert "1 running · 0 waiting" in page
+        assert re.search(r"chatcmpl-[0-9a-f]+ · seat 1 · prefill", page)
+        assert "<img" not in page
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_stream_sends_named_parts_and_says_goodbye() -> None:
+    async with open_server() as server, trio.open_nursery() as nursery:
+        nursery.start_soon(server.context.telemetry.run)
+        text = ""
+        with trio.fail_after(10):
+            async with server.client.stream("GET", "/ops/events") as answer:
+                assert answer.headers["content-type"].startswith("text/event-stream")
+                assert answer.headers["cache-control"] == "no-cache, no-transform"
+                assert answer.headers["x-accel-buffering"] == "no"
+                async for piece in answer.aiter_text():
+                    text += piece
+                    if text.count("event: state") == 2:
+                        server.context.telemetry.close()
+        assert text.startswith("retry: ")
+        assert text.endswith("event: bye\ndata: The server is shutting down.\n\n")
+        assert server.context.telemetry.num_watchers == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_watcher_that_leaves_is_forgotten() -> None:
+    async with open_server() as server, trio.open_nursery() as nursery:
+        nursery.start_soon(server.context.telemetry.run)
+        with trio.fail_after(10):
+            async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
+                await stream.send_all(b"GET /ops/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                while b"event: state" not in await stream.receive_some():
+                    pass
+                assert server.context.telemetry.num_watchers == 1
+            while server.context.telemetry.num_watchers:
+                await trio.sleep(0.02)
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_tuning_page_shows_the_history() -> None:
+    async with open_server() as server:
+        for seats, reason in ((8, "<b>more</b>"), (2, "steadier")):
+            body = {"max_num_seqs": seats, "reason": reason}
+            assert (await server.client.patch("/admin/config", json=body)).status_code == 200
+        page = await fetch(server, "/admin")
+        assert "&lt;b&gt;more&lt;/b&gt;" in page
+        assert "<b>more</b>" not in page
+        values = re.findall(r'id="revert-(\d)" data-generation="\d" data-values="([^"]*)"', page)
+        assert [number for number, _ in values] == ["1", "0"]
+        assert "&#34;max_num_seqs&#34;: 8" in values[0][1]
+        assert "&#34;max_num_seqs&#34;: 4" in values[1][1]
+
+
+def test_the_values_of_each_generation_are_worked_out_backwards() -> None:
+    log = AuditLog()
+    time = "2026-01-31T12:00:00.000Z"
+    log.add(AuditEntry(1, time, "admin", {"a": (1, 2)}))
+    log.add(AuditEntry(2, time, "admin", {"b": (5, 6)}))
+    log.add(AuditEntry(3, time, "ttl", {"a": (2, 3), "b": (6, 5)}))
+    rows = list_history({"a": 3, "b": 5}, 3, log.entries)
+    assert [(row["generation"], row["values_json"]) for row in rows] == [
+        (3, '{"a": 3, "b": 5}'),
+        (2, '{"a": 2, "b": 6}'),
+        (1, '{"a": 2, "b": 5}'),
+        (0, '{"a": 1, "b": 5}'),
+    ]
+    assert [row["current"] for row in rows] == [True, False, False, False]
+
+
+def test_a_pending_drain_and_an_end_are_told() -> None:
+    config: dict[str, Any] = {
+        "generation": 1,
+        "effective": {"max_num_seqs": 4},
+        "capacity": {"max_num_seqs": 16},
+        "pending_drain": {"max_num_seqs": 12},
+    }
+    entry = AuditEntry(1, "2026-01-31T12:00:00.000Z", "admin", {"max_num_seqs": (16, 4)}, None, "2026-01-31T13:00:00Z")
+    shown = admin_variables(config, [entry])
+    assert shown["draining"] == 12
+    assert shown["until"] == "31 Jan 13:00:00 UTC"
+
+
+async def test_pages_ask_for_a_login_where_there_is_a_token() -> None:
+    security = {"admin_token": "letmein", "api_keys": ["me=key"]}
+    async with open_server(make_settings(security=security)) as server:
+        for path in ("/", "/ops", "/admin", "/ops/events"):
+            answer = await server.client.get(path, headers=HTML)
+            assert answer.status_code == 303
+            assert answer.headers["location"].startswith("/login?next=")
+        form = await fetch(server, "/login?next=/ops")
+        assert 'name="next" value="/ops"' in form
+        assert 'name="token"' in form
+        refused = await server.client.post("/login", data={"token": "<i>x", "next": "/ops"})
+        assert refused.status_code == 401
+        assert "aria-invalid" in refused.text
+
+
+async def test_an_unknown_address_is_a_page_for_people() -> None:
+    async with open_server() as server:
+        answer = await server.client.get("/nowhere<b>", headers=HTML)
+        assert answer.status_code == 404
+        assert "To the dashboard" in answer.text
+        assert "<b>" not in answer.text
+
+
+def test_vendored_scripts_are_what_their_list_says() -> None:
+    folder = static_dir() / "vendor"
+    listed = dict(re.findall(r"`([\w.-]+\.js)` \|.*`([0-9a-f]{64})`", (folder / "README.md").read_text()))
+    assert set(listed) == {path.name for path in folder.glob("*.js")}
+    for name, digest in listed.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert "Zero-Clause BSD" in (folder / "LICENSE.htmx.txt").read_text()
+
+
+def test_templates_need_no_inline_script_or_style() -> None:
+    for path in templates_dir().glob("*.html"):
+        text = path.read_text()
+        assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:|<script(?![^>]*\ssrc=)", text), path.name
+    for path in static_dir().glob("*.js"):
+        assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(|outerHTML", path.read_text()), path

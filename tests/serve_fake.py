@@ -1,0 +1,32 @@
+"""The whole server over the fake model, as a process of its own: what browser tests and screenshots talk to.
+
+    python -m tests.serve_fake '{"step_seconds": 0.05, "settings": {"security": {"admin_token": "…"}}}'
+
+Prints its address; ends on SIGTERM like the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import trio
+
+from app.config import Settings
+from app.server import open_listening_socket, serve_engine
+from tests.fakes import fake_config, open_fake_engine
+
+
+async def serve(options: dict[str, Any]) -> None:
+    """Serve on a free port of this machine."""
+    settings = Settings.model_validate(options.pop("settings", {}))
+    config = fake_config(**options.pop("limits", {}))
+    with open_listening_socket("127.0.0.1", options.pop("port", 0)) as listener:
+        async with open_fake_engine(config, **options) as engine:
+            print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+            await serve_engine(settings, engine, listener)
+
+
+if __name__ == "__main__":
+    trio.run(serve, json.loads(sys.argv[1]))

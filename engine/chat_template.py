@@ -52,7 +52,7 @@ class ChatTemplate:
         """
         names = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
+            return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **names)
         except Exception as error:  # the template is the model's program: whatever it raises is about these messages
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {_one_line(error)}", param="messages"

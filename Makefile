@@ -36,7 +36,7 @@ $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@ $(VENV)/.installed
 
-# The newest suitable Python wins: macOS brings an old python3 of its own.
+# The first Python that is new enough and can make environments; macOS brings an old python3 of its own.
 $(BIN)/python:
 	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	  command -v $$python >/dev/null 2>&1 || continue; \

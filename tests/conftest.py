@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
 
-pytest_plugins = ["tests.fixtures_model"] if importlib.util.find_spec("tests.fixtures_model") else []
+pytest_plugins = ["tests.fixtures_model"]
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import trio
@@ -25,6 +26,7 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_of(options)
     settings.check_exposure(insecure=options.insecure)
     fetch(settings.model.name)
+    print(f"Loading {settings.model.name} ...", file=sys.stderr, flush=True)
     from app.server import serve  # torch and Quart take seconds to import; wrong use is answered before
 
     return trio.run(serve, settings)

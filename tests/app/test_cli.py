@@ -146,7 +146,7 @@ def test_a_port_in_use(run: Any) -> None:
         port = taken.getsockname()[1]
         code, _, err = run("serve", "--port", port)
     assert code == 1
-    assert str(port) in one_line(err)
+    assert str(port) in one_line(err.removeprefix("Loading smollm2-135m ...\n"))
     assert "--port" in err
 
 

@@ -116,7 +116,7 @@ class ModelRunner:
         """Run the largest chunk and a single token once, so that the first request finds everything prepared."""
         longest = min(self._max_num_batched_tokens, self._max_model_len)
         for count in (longest, 1):
-            for _ in self._run_alone([0] * count):
+            for _ in self.logits_of([0] * count):
                 pass
 
     @torch.inference_mode()
@@ -146,19 +146,23 @@ class ModelRunner:
     def score(self, token_ids: list[int]) -> list[float]:
         """Negative log-likelihood of each token but the first, in nats, for checks of quality."""
         scores: list[float] = []
-        for first, logits in self._run_alone(token_ids):
+        for first, logits in self.logits_of(token_ids):
             following = torch.tensor(token_ids[first + 1 : first + 1 + len(logits)])
             rows = torch.log_softmax(logits[: len(following)], dim=-1)
             scores.extend((-rows.gather(-1, following[:, None])[:, 0]).tolist())
         return scores
 
     @torch.inference_mode()
-    def _run_alone(self, token_ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Run one sequence in a cache of its own; gives (first position, logits [n, V]) chunk by chunk."""
+    def logits_of(self, token_ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Run one sequence beside everything else, in a cache of its own.
+
+        Yields:
+            (first position, logits [n, vocab_size] float32) of each chunk.
+        """
         num_blocks = -(-len(token_ids) // self._block_size)
         kv_caches, rows = self._make_caches(num_blocks), self._make_rows(1, num_blocks)
-        seated = (Seated(0, 0, tuple(token_ids), len(token_ids), SamplingParams()),)
-        new_blocks = ((0, tuple(range(num_blocks))),)
+        seated: tuple[Seated, ...] = (Seated(0, 0, tuple(token_ids), len(token_ids), SamplingParams()),)
+        new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ((0, tuple(range(num_blocks))),)
         for start in range(0, len(token_ids), self._max_num_batched_tokens):
             count = min(self._max_num_batched_tokens, len(token_ids) - start)
             batch = ScheduledBatch(

@@ -152,8 +152,7 @@ def noise_key(seed: int, choice_index: int) -> np.uint64:
 def uniform(key: NDArray[np.uint64], positions: Ints) -> NDArray[np.float64]:
     """Numbers in [0, 1), a multiple of 2⁻⁵³ each, from keys [R] and positions [R]."""
     mixed = mix(key + positions.astype(np.uint64) * GOLDEN_RATIO)
-    numbers: NDArray[np.float64] = (mixed >> np.uint64(11)) * 2.0**-53
-    return numbers
+    return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide each row by its root mean square and scale it: x [N, E] float32, weight [E] → [N, E]."""
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (x * scale).mul_(weight)
 
 
 def rope(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Rotate pairs of neighbours, in place: x [N, heads, D] float32, rotation [N, D/2] complex64 → x."""
-    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(rotation[:, None])
+    torch.view_as_complex(x.view(*x.shape[:2], -1, 2)).mul_(rotation[:, None])
     return x
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -101,18 +102,18 @@ def plan_attention(
         dtype: of the cache.
     """
     lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
-    num_decodes = sum(1 for first, last in zip(starts, starts[1:], strict=False) if last - first == 1)
+    num_decodes = sum(1 for first, last in pairwise(starts) if last - first == 1)
     groups = []
     for first, last in split_by_length(lengths[:num_decodes]):
         blocks = -(-lengths[first] // block_size)
         positions = torch.arange(blocks * block_size)
-        mask = torch.zeros(last - first, 1, 1, blocks * block_size, dtype=dtype)
-        mask.masked_fill_(positions >= seq_lens[first:last, None, None, None], -math.inf)
-        groups.append(DecodeGroup(first, last, block_tables[first:last, :blocks].flatten(), mask))
+        shorter = positions >= seq_lens[first:last, None, None, None]
+        padding = torch.zeros(shorter.shape, dtype=dtype).masked_fill_(shorter, -math.inf)
+        groups.append(DecodeGroup(first, last, block_tables[first:last, :blocks].flatten(), padding))
     chunks = []
     for row in range(num_decodes, len(lengths)):
         first, last, seq_len = starts[row], starts[row + 1], lengths[row]
-        mask = None
+        mask: torch.Tensor | None = None
         if seq_len > last - first:
             later = torch.arange(seq_len) > torch.arange(seq_len - (last - first), seq_len)[:, None]
             mask = torch.zeros(later.shape, dtype=dtype).masked_fill_(later, -math.inf)

@@ -20,7 +20,9 @@ FEW_ROWS = 4
 class Linear(Protocol):
     """x [N, in] float32 → [N, out] float32."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        ...
 
 
 class PlainLinear:
@@ -30,6 +32,7 @@ class PlainLinear:
         self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product: x [N, in] → [N, out]."""
         return F.linear(x, self.weight)
 
 
@@ -40,6 +43,7 @@ class PackedLinear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product: x [N, in] → [N, out]."""
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
         return result
 
@@ -51,6 +55,7 @@ class Bfloat16Linear:
         self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product: x [N, in] → [N, out]."""
         return F.linear(x.bfloat16(), self.weight).float()
 
 
@@ -65,10 +70,11 @@ class WidenedLinear:
 
     def __init__(self, weight: torch.Tensor, scratch: torch.Tensor) -> None:
         self.weight = weight
-        self.slices = weight.split(max(1, scratch.numel() // weight.shape[1]))
+        self.slices = torch.split(weight, max(1, scratch.numel() // weight.shape[1]))
         self.scratch = scratch
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product: x [N, in] → [N, out]."""
         if x.shape[0] <= FEW_ROWS:
             return F.linear(x.bfloat16(), self.weight).float()
         results = []
@@ -91,13 +97,23 @@ class LinearFactory:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._scratch = torch.empty(self.SCRATCH_ELEMENTS if not multiplies_bfloat16() else 0)
+        self._packs = can_pack()
 
     def __call__(self, weight: torch.Tensor) -> Linear:
         """A product with `weight` [out, in]; the caller's tensor is not needed afterwards."""
         weight = weight.to(self.dtype)
         if self.dtype is torch.bfloat16:
             return Bfloat16Linear(weight) if multiplies_bfloat16() else WidenedLinear(weight, self._scratch)
-        return PackedLinear(weight) if torch.backends.mkldnn.is_available() else PlainLinear(weight)
+        return PackedLinear(weight) if self._packs else PlainLinear(weight)
+
+
+def can_pack() -> bool:
+    """Whether this build of torch has oneDNN's packed products."""
+    try:
+        PackedLinear(torch.zeros(16, 16))(torch.zeros(1, 16))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def multiplies_bfloat16() -> bool:

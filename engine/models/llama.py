@@ -104,7 +104,7 @@ class LlamaModel:
             normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
             qkv = layer.qkv(normed).view(-1, num_heads + 2 * kv_heads, size)
             rope(qkv[:, : num_heads + kv_heads], rotation)
-            kv_write(qkv[:, num_heads:].unflatten(1, (2, kv_heads)), kv_cache, inputs.slot_mapping)
+            kv_write(qkv[:, num_heads:].view(-1, 2, kv_heads, size), kv_cache, inputs.slot_mapping)
             attended = paged_attention(qkv[:, :num_heads], kv_cache, inputs.plan)
             hidden += layer.output(attended.flatten(1))
             normed = rms_norm(hidden, layer.feed_forward_norm, config.rms_norm_eps)

@@ -1,0 +1,152 @@
+"""The runner: persistent rows, mixed batches, and rows that fail alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine.batch import ScheduledBatch, Seated
+from engine.errors import ConfigError
+from engine.model_runner import resolve_dtype
+from engine.sequence import SamplingParams
+from tests.fake_checkpoint import GREEDY, FakeCheckpoint, Table, make_checkpoint, make_runner
+
+CHUNKS = (1, 2, 3, 5, 11, 64)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> FakeCheckpoint:
+    return make_checkpoint()
+
+
+def prompts_of(count: int, vocab_size: int, seed: int) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(vocab_size) for _ in range(source.randint(1, 60))] for _ in range(count)]
+
+
+def params_of(index: int) -> SamplingParams:
+    if index % 3 == 0:
+        return GREEDY
+    return SamplingParams(temperature=0.8, top_p=0.9 if index % 2 else 1.0, top_k=20 * (index % 4), seed=index)
+
+
+def alone(checkpoint: FakeCheckpoint, prompt: list[int], num_tokens: int, params: SamplingParams) -> list[int]:
+    table = Table(make_runner(checkpoint), num_blocks=64, block_size=4, seats=16, chunks=(64,))
+    guest = table.seat(prompt, num_tokens, params)
+    table.run()
+    return guest.output
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_crowd_in_random_chunks_changes_no_token(tiny: FakeCheckpoint, seed: int) -> None:
+    runner = make_runner(tiny, num_blocks=512)
+    table = Table(runner, num_blocks=512, block_size=4, seats=5 + seed, chunks=CHUNKS, seed=seed)
+    prompts = prompts_of(14, tiny.config.vocab_size, seed)
+    guests = [table.seat(prompt, 3 + i, params_of(i)) for i, prompt in enumerate(prompts)]
+    table.run(preempt_share=0.05 * (seed % 2))
+    for i, (guest, prompt) in enumerate(zip(guests, prompts, strict=True)):
+        assert guest.output == alone(tiny, prompt, 3 + i, params_of(i))
+
+
+def test_the_chunk_size_changes_no_score(tiny: FakeCheckpoint) -> None:
+    token_ids = prompts_of(1, tiny.config.vocab_size, 7)[0] * 3
+    whole = make_runner(tiny, max_num_batched_tokens=128).score(token_ids[:120])
+    for budget in (1, 7, 16):
+        scores = make_runner(tiny, max_num_batched_tokens=budget).score(token_ids[:120])
+        torch.testing.assert_close(torch.tensor(scores), torch.tensor(whole), rtol=1e-4, atol=1e-5)
+
+
+def test_the_answer_fills_the_context_to_the_last_token(tiny: FakeCheckpoint) -> None:
+    runner = make_runner(tiny, max_model_len=20)
+    table = Table(runner, num_blocks=5, block_size=4, seats=1, chunks=(64,))
+    guest = table.seat([5] * 18, 3)
+    table.run()
+    assert len(guest.token_ids) == 21  # 20 are computed, the last one is only drawn
+
+
+def test_a_step_without_rows_gives_nothing(tiny: FakeCheckpoint) -> None:
+    output = make_runner(tiny).execute(ScheduledBatch(step=9))
+    assert (output.step, output.token_ids, dict(output.failures)) == (9, (), {})
+
+
+def test_a_batch_that_the_rows_do_not_know_is_an_error(tiny: FakeCheckpoint) -> None:
+    runner = make_runner(tiny)
+    seated = (Seated(0, 1, (5, 6), 2, GREEDY),)
+    with pytest.raises(RuntimeError, match="do not match"):  # no block was given
+        runner.execute(ScheduledBatch(1, (0,), (1,), (0,), (2,), (True,), seated=seated))
+    with pytest.raises(RuntimeError, match="do not match"):  # another sequence sits there
+        runner.execute(ScheduledBatch(1, (0,), (2,), (0,), (2,), (True,), new_blocks=((0, (0,)),)))
+
+
+def test_stop_tokens_cannot_come_before_min_tokens(tiny: FakeCheckpoint) -> None:
+    prompt = [5, 6, 7]
+    free = alone(tiny, prompt, 8, GREEDY)
+    barred = SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=frozenset({free[0], 10**9}))
+    output = alone(tiny, prompt, 8, barred)
+    assert free[0] not in output[:4]
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_a_row_that_is_not_a_number_fails_alone_and_leaves_nothing(position: int) -> None:
+    broken_token = 9
+    checkpoint = make_checkpoint(tie_word_embeddings=False)
+    checkpoint.weights["model.embed_tokens.weight"][broken_token] = float("nan")
+    healthy_prompts = [[1, 2, 3, 4, 5], [6], [7, 8, 1, 1, 2, 2, 3]]
+    expected = [alone(checkpoint, prompt, 6, GREEDY) for prompt in healthy_prompts]
+    assert all(broken_token not in output for output in expected)
+    table = Table(make_runner(checkpoint, num_blocks=12), num_blocks=12, block_size=4, seats=4, chunks=(2, 64))
+    prompt = [3, 3, 3, 3]
+    prompt[position] = broken_token
+    bad = table.seat(prompt, 5)
+    guests = [table.seat(healthy, 6) for healthy in healthy_prompts]
+    table.run()
+    assert list(table.failures) == [bad.sequence_id]
+    assert "not finite" in table.failures[bad.sequence_id]
+    # Then others get the blocks of the one that failed.
+    late = [table.seat(healthy, 6) for healthy in healthy_prompts]
+    table.run()
+    assert [guest.output for guest in guests + late] == expected * 2
+
+
+def test_bfloat16_is_close_to_float32(tiny: FakeCheckpoint) -> None:
+    token_ids = prompts_of(1, tiny.config.vocab_size, 3)[0]
+    exact = torch.tensor(make_runner(tiny).score(token_ids))
+    for budget in (2, 64):  # few rows and many take different products
+        runner = make_runner(tiny, dtype="bfloat16", max_num_batched_tokens=budget)
+        assert runner.kv_element_bytes == 2
+        torch.testing.assert_close(torch.tensor(runner.score(token_ids)), exact, rtol=0.05, atol=0.1)
+
+
+def test_warm_up_leaves_the_cache_untouched(tiny: FakeCheckpoint) -> None:
+    prompt = [1, 2, 3]
+    runner = make_runner(tiny)
+    runner.warm_up()
+    table = Table(runner, num_blocks=64, block_size=4, seats=2, chunks=(64,))
+    guest = table.seat(prompt, 4)
+    table.run()
+    assert guest.output == alone(tiny, prompt, 4, GREEDY)
+
+
+def test_the_cache_is_declared(tiny: FakeCheckpoint) -> None:
+    runner = make_runner(tiny)
+    (group,) = runner.cache_spec.groups
+    assert (group.kind, group.layers, group.num_kv_heads, group.head_size) == ("full", (0, 1), 2, 16)
+    assert runner.cache_spec.bytes_per_token(runner.kv_element_bytes) == 2 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_dtype_is_taken_by_name(name: str) -> None:
+    assert resolve_dtype(name) == (getattr(torch, name), "as configured")
+
+
+def test_auto_gives_a_dtype_and_a_reason() -> None:
+    dtype, reason = resolve_dtype("auto")
+    assert dtype in {torch.float32, torch.bfloat16}
+    assert "bfloat16" in reason
+
+
+def test_an_unknown_dtype_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="auto, float32 or bfloat16"):
+        resolve_dtype("float16")

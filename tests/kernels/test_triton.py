@@ -1,0 +1,22 @@
+"""Triton kernels in Triton's interpreter, which needs no GPU. It must be chosen before triton is imported: a process
+of its own runs `interpreted.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheel for this platform")
+def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
+    script = Path(__file__).with_name("interpreted.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[2])}
+    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "rms_norm: 24 cases agree" in run.stdout

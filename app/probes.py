@@ -43,11 +43,12 @@ def probes_blueprint(context: Context) -> Blueprint:
 
     @probes.get("/load")
     async def load() -> dict[str, Any]:
-        return {"server_load": _load(context)}
+        # Requests inside: being tokenized, waiting or running.
+        return {"server_load": context.engine.num_open}
 
     @probes.get("/get_load")
     async def get_load() -> dict[str, Any]:
-        return {"load": _load(context)}
+        return {"load": context.engine.num_open}
 
     return probes
 
@@ -58,9 +59,3 @@ def not_ready(context: Context) -> str | None:
         return "draining: the server is shutting down"
     health = context.engine.health()
     return None if health.ready else health.reason or "the engine is not ready"
-
-
-def _load(context: Context) -> int:
-    """Requests inside, running or waiting."""
-    requests = context.engine.snapshot()["requests"]
-    return int(requests["running"]) + int(requests["waiting"])

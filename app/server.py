@@ -47,7 +47,6 @@ async def serve(settings: Settings) -> int:
     with open_listening_socket(settings.server.host, settings.server.port) as listener:
         async with open_engine(settings.engine_config()) as engine:
             await serve_engine(settings, engine, listener)
-    faulthandler.cancel_dump_traceback_later()
     return 0
 
 
@@ -62,7 +61,8 @@ async def serve_engine(settings: Settings, engine: Engine, listener: socket.sock
 
         def drain() -> None:
             # If even the drain hangs, say where, and go.
-            faulthandler.dump_traceback_later(drain_seconds + FAREWELL_SECONDS + GRACEFUL_SECONDS + 10, exit=True)
+            limit = drain_seconds + FAREWELL_SECONDS + GRACEFUL_SECONDS + 10
+            faulthandler.dump_traceback_later(limit, exit=True, file=2)
             nursery.start_soon(lifecycle.drain, engine, context.telemetry, drain_seconds)
 
         await nursery.start(lifecycle.watch_signals, drain)
@@ -70,6 +70,7 @@ async def serve_engine(settings: Settings, engine: Engine, listener: socket.sock
         sys.stderr.write(banner(engine, listener))
         sys.stderr.flush()
         await lifecycle.finished.wait()
+        faulthandler.cancel_dump_traceback_later()
         nursery.cancel_scope.cancel()
 
 
@@ -99,17 +100,15 @@ async def run_http(
     """
     app = create_app(context)
     try:
-        await serve_asgi(
-            app,
-            hypercorn_config(listener),
-            shutdown_trigger=context.lifecycle.stopped.wait,
-            task_status=task_status,
-        )
+        listener.listen(BACKLOG)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            host, port = listener.getsockname()[:2]
-            raise _taken(host, port) from None
-        raise
+        raise _cannot_listen(error, *listener.getsockname()[:2]) from None
+    await serve_asgi(
+        app,
+        hypercorn_config(listener),
+        shutdown_trigger=context.lifecycle.stopped.wait,
+        task_status=task_status,
+    )
     context.lifecycle.finished.set()
 
 
@@ -158,14 +157,14 @@ def open_listening_socket(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise _taken(host, port) from None
-        raise RelevoError(f"Cannot listen on {host} port {port}: {error.strerror}.") from None
+        raise _cannot_listen(error, host, port) from None
     return listener
 
 
-def _taken(host: str, port: int) -> RelevoError:
-    return RelevoError(f"Port {port} on {host} is taken by another program; choose another with --port.")
+def _cannot_listen(error: OSError, host: str, port: int) -> RelevoError:
+    if error.errno == errno.EADDRINUSE:
+        return RelevoError(f"Port {port} on {host} is taken by another program; choose another with --port.")
+    return RelevoError(f"Cannot listen on {host} port {port}: {error.strerror}.")
 
 
 def banner(engine: Engine, listener: socket.socket) -> str:

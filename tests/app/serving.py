@@ -69,7 +69,9 @@ class Server:
 
 
 @asynccontextmanager
-async def open_server(settings: Settings | None = None, *, limits: dict[str, Any] | None = None, **fake: Any) -> AsyncIterator[Server]:
+async def open_server(
+    settings: Settings | None = None, *, limits: dict[str, Any] | None = None, **fake: Any
+) -> AsyncIterator[Server]:
     """Serve on a free port of this machine. `limits` go to the engine's configuration, `fake` to the fake engine."""
     fake = {"step_seconds": 0.001, **fake}
     async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
@@ -128,7 +130,9 @@ class Driver:
 
 
 @asynccontextmanager
-async def open_app(settings: Settings | None = None, *, limits: dict[str, Any] | None = None, **fake: Any) -> AsyncIterator[tuple[Any, Context]]:
+async def open_app(
+    settings: Settings | None = None, *, limits: dict[str, Any] | None = None, **fake: Any
+) -> AsyncIterator[tuple[Any, Context]]:
     """The application without a socket, for virtual time."""
     async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
         context = make_context(settings or make_settings(), engine, Lifecycle())

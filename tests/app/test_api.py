@@ -187,8 +187,11 @@ async def test_a_request_id_comes_back_or_is_made() -> None:
 async def test_text_with_line_ends_and_foreign_scripts_stays_one_event() -> None:
     async with open_server() as server:
         body = {"prompt": "née 漢字 🎉\n\u2028", "max_tokens": 4, "stream": True}
-        response = await server.client.post(COMPLETIONS, content=json.dumps(body, ensure_ascii=False).encode(),
-                                            headers={"content-type": "application/json"})
+        response = await server.client.post(
+            COMPLETIONS,
+            content=json.dumps(body, ensure_ascii=False).encode(),
+            headers={"content-type": "application/json"},
+        )
         assert events(response.text)[-1] == "[DONE]"
 
 

@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_server
+from tests.fakes import FakeRunner
 
 
 def completion_body(prompt: object = "hello", **fields: object) -> dict[str, object]:
@@ -120,7 +121,10 @@ async def test_a_body_that_is_no_json_object_is_400(content: bytes) -> None:
 
 async def test_what_is_no_json_by_its_own_word_is_415() -> None:
     async with open_server() as server:
-        for headers in ({"content-type": "text/plain"}, {"content-type": "application/json", "content-encoding": "gzip"}):
+        for headers in (
+            {"content-type": "text/plain"},
+            {"content-type": "application/json", "content-encoding": "gzip"},
+        ):
             response = await server.client.post(CHAT, content=b"{}", headers=headers)
             assert response.status_code == 415
             assert response.json()["error"]["type"] == "invalid_request_error"
@@ -141,7 +145,9 @@ async def test_addresses_and_methods_that_do_not_exist() -> None:
 
 async def test_a_body_beyond_the_limit_is_413() -> None:
     async with open_server() as server:
-        response = await server.client.post(CHAT, content=b" " * (5 << 20), headers={"content-type": "application/json"})
+        response = await server.client.post(
+            CHAT, content=b" " * (5 << 20), headers={"content-type": "application/json"}
+        )
         assert response.status_code == 413
         assert "error" in response.json()
 
@@ -239,8 +245,6 @@ async def test_a_step_that_fails_fails_its_requests_alone() -> None:
             failing["on"] = False
             raise RuntimeError("the chip is on fire")
 
-    from tests.fakes import FakeRunner
-
     async with open_server(runner=FakeRunner(256, 4, before_step=before_step)) as server:
         response = await server.client.post(CHAT, json=chat_body(max_tokens=3))
         assert response.status_code == 500
@@ -258,7 +262,16 @@ async def test_a_step_that_fails_fails_its_requests_alone() -> None:
 async def test_odd_paths_and_hosts_reach_nothing_unjudged() -> None:
     """Raw requests: clients would tidy these up."""
     async with open_server(make_settings(security={"api_keys": ["me=secret"]})) as server:
-        for target in ("//v1/models", "/v1//models", "/%76%31/models", "/v1/%2e%2e/v1/models", "/./v1/models", "/v1/models%00", "*", "/v1/models;x"):
+        for target in (
+            "//v1/models",
+            "/v1//models",
+            "/%76%31/models",
+            "/v1/%2e%2e/v1/models",
+            "/./v1/models",
+            "/v1/models%00",
+            "*",
+            "/v1/models;x",
+        ):
             for host in ("localhost", "a:b:c", "", "[::1", "evil.example", "\x7f"):
                 stream = await trio.open_tcp_stream("127.0.0.1", server.port)
                 await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())

@@ -16,6 +16,7 @@ import trio.testing
 
 from app.api.generation import HEARTBEAT_SECONDS
 from tests.app.serving import CHAT, COMPLETIONS, Driver, Server, chat_body, events, make_settings, open_app, open_server
+from tests.fakes import expected_output
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -29,7 +30,8 @@ def is_clean(engine: Engine) -> bool:
 async def open_request(server: Server, body: dict[str, Any], *, path: str = CHAT) -> trio.SocketStream:
     """Send a request by hand and leave the answer unread."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     stream = await trio.open_tcp_stream("127.0.0.1", server.port)
     await stream.send_all(head.encode() + content)
     return stream
@@ -149,8 +151,6 @@ async def test_text_that_comes_during_a_heartbeat_is_not_lost(autojump_clock: tr
         received = b""
         while (chunk := await driver.body()) or b"[DONE]" not in received:
             received += chunk
-        from tests.fakes import expected_output
-
         *chunks, done = events(received.decode())
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == bytes(expected_output(b"hello", 6)).decode()
         assert done == "[DONE]"
@@ -197,7 +197,9 @@ async def ask_at_random(server: Server, index: int, client: httpx.AsyncClient) -
     stream = rng.random() < 0.5
     length = rng.randrange(2000, 3000) if kind == "long" else rng.randrange(1, 100)
     max_tokens = {"tiny": rng.choice([1, 2])}.get(kind, rng.randrange(3, 40))
-    body = chat_body("x" * length, max_tokens=max_tokens, stream=stream, stream_options={"include_usage": True} if stream else None)
+    body = chat_body(
+        "x" * length, max_tokens=max_tokens, stream=stream, stream_options={"include_usage": True} if stream else None
+    )
     if kind == "aborted":
         connection = await open_request(server, body | {"max_tokens": 400})
         await trio.sleep(rng.random() * 0.05)
@@ -240,8 +242,11 @@ async def test_200_random_requests_end_right_and_leave_nothing(num_blocks: int) 
         requests = server.engine.snapshot()["requests"]
         assert requests["running"] == requests["waiting"] == 0
         assert requests["finished_by_reason"]["error"] == 0
-        assert sum(requests["finished_by_reason"].values()) + requests["rejected_by_reason"]["context_length_exceeded"] + requests["aborted_by_cause_and_phase"].get("client", {}).get("door", 0) <= 200
+        assert (
+            sum(requests["finished_by_reason"].values())
+            + requests["rejected_by_reason"]["context_length_exceeded"]
+            + requests["aborted_by_cause_and_phase"].get("client", {}).get("door", 0)
+            <= 200
+        )
         if num_blocks == 48:
             assert server.engine.snapshot()["preemptions"] > 0
-
-

@@ -145,7 +145,9 @@ async def test_keys_and_token_open_their_own_doors() -> None:
             assert response.status_code == 200
         for path in ("/tokenize", "/detokenize"):
             assert (await server.client.post(path, json={"prompt": "a", "tokens": [1]})).status_code == 401
-            assert (await server.client.post(path, json={"prompt": "a", "tokens": [1]}, headers=bearer(KEY))).status_code == 200
+            assert (
+                await server.client.post(path, json={"prompt": "a", "tokens": [1]}, headers=bearer(KEY))
+            ).status_code == 200
         for path in OPERATOR_PATHS:
             assert await status(server, path) == 401, path
             assert await status(server, path, **bearer(KEY)) == 401, path

@@ -1,0 +1,216 @@
+"""How the server starts, drains and ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import trio
+import trio.testing
+
+from app.lifecycle import FAREWELL_SECONDS, Lifecycle, LoopLag
+from app.server import banner, open_listening_socket, run_http
+from engine.errors import ConfigError, RelevoError
+from tests.app.serving import CHAT, Driver, chat_body, events, open_app, open_server
+from tests.fakes import FakeRunner, open_fake_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = textwrap.dedent(
+    """
+    import sys, trio
+    from app.server import open_listening_socket, serve_engine
+    from tests.app.serving import make_settings
+    from tests.fakes import fake_config, open_fake_engine
+
+    async def main() -> None:
+        settings = make_settings(server={"drain_timeout_seconds": float(sys.argv[1])})
+        with open_listening_socket("127.0.0.1", 0) as listener:
+            async with open_fake_engine(fake_config(), step_seconds=0.01) as engine:
+                await serve_engine(settings, engine, listener)
+
+    trio.run(main)
+    """
+)
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    command = [sys.executable, "-c", PROGRAM, str(getattr(request, "param", 10))]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        url = next(word for line in running.stderr for word in line.split() if word.startswith("http://"))
+        yield running, url
+        running.kill()
+
+
+@pytest.mark.slow
+async def test_a_signal_lets_what_runs_finish_and_refuses_the_rest(process: tuple[subprocess.Popen[str], str]) -> None:
+    running, url = process
+    texts: list[str] = []
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client, trio.open_nursery() as nursery:
+
+        async def stream() -> None:
+            texts.append((await client.post(CHAT, json=chat_body(max_tokens=80, stream=True))).text)
+
+        nursery.start_soon(stream)
+        while (await client.get("/load")).json()["server_load"] == 0:
+            await trio.sleep(0.01)
+        running.send_signal(signal.SIGTERM)
+        while (await client.get("/readyz")).status_code == 200:
+            await trio.sleep(0.01)
+        assert (await client.get("/healthz")).status_code == 200
+        refused = await client.post(CHAT, json=chat_body())
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert events(texts[0])[-1] == "[DONE]"
+    assert await trio.to_thread.run_sync(partial(running.wait, 10)) == 0
+
+
+@pytest.mark.slow
+async def test_a_second_signal_ends_it_now(process: tuple[subprocess.Popen[str], str]) -> None:
+    running, url = process
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client, trio.open_nursery() as nursery:
+
+        async def stream() -> None:
+            with pytest.raises(httpx.TransportError):
+                await client.post(CHAT, json=chat_body(max_tokens=400, stream=True))
+
+        nursery.start_soon(stream)
+        while (await client.get("/load")).json()["server_load"] == 0:
+            await trio.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        while (await client.get("/readyz")).status_code == 200:
+            await trio.sleep(0.01)
+        running.send_signal(signal.SIGTERM)
+        assert await trio.to_thread.run_sync(partial(running.wait, 5)) == 1
+
+
+class Watchers:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_an_idle_server_drains_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_fake_engine() as engine:
+        lifecycle, watchers = Lifecycle(), Watchers()
+        before = trio.current_time()
+        await lifecycle.drain(engine, watchers, 30)
+        assert trio.current_time() - before < 0.1
+        assert lifecycle.stopped.is_set()
+        assert watchers.closed
+
+
+async def test_what_does_not_end_in_time_is_told_so(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app(step_seconds=0.5) as (app, context), trio.open_nursery() as nursery:
+        driver = Driver(app, CHAT, chat_body(max_tokens=400, stream=True))
+        nursery.start_soon(driver.run)
+        assert await driver.status() == 200
+        nursery.start_soon(context.lifecycle.drain, context.engine, context.telemetry, 10.0)
+        before = trio.current_time()
+        received = b""
+        while chunk := await driver.body():
+            received += chunk
+        assert 9.9 < trio.current_time() - before < 10 + FAREWELL_SECONDS
+        assert events(received.decode())[-1]["error"]["code"] == "draining"
+        assert b"[DONE]" not in received
+        await context.lifecycle.stopped.wait()
+        assert context.engine.num_open == 0
+
+
+async def test_dashboards_are_let_go() -> None:
+    async with open_server() as server, server.client.stream("GET", "/ops/events") as response:
+        await server.context.lifecycle.drain(server.engine, server.context.telemetry, 1.0)
+        received = "".join([text async for text in response.aiter_text()])
+        assert "event: bye" in received
+
+
+async def test_a_late_loop_is_seen(autojump_clock: trio.testing.MockClock) -> None:
+    lag = LoopLag()
+    assert lag.seconds == 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lag.run)
+        await trio.sleep(0.2)
+        autojump_clock.jump(0.4)  # somebody held the loop
+        await trio.sleep(0.2)
+        assert 0.3 < lag.seconds < 0.5
+        await trio.sleep(5)
+        assert lag.seconds < 0.01
+        nursery.cancel_scope.cancel()
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RelevoError, match=f"Port {port} on 127.0.0.1 is taken"):
+            open_listening_socket("127.0.0.1", port)
+
+
+async def test_a_port_that_is_taken_between_bind_and_listen_is_the_same_line() -> None:
+    async with open_server() as server:
+        with open_listening_socket("127.0.0.1", 0) as ours:
+            port = ours.getsockname()[1]
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind(("127.0.0.1", port))
+                other.listen()
+                with pytest.raises(RelevoError, match="is taken"):
+                    await run_http(server.context, ours)
+
+
+def test_an_unknown_host_is_one_clear_line() -> None:
+    with pytest.raises(ConfigError, match="cannot be resolved"):
+        open_listening_socket("no.such.host.invalid", 8000)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+def test_connections_inherit_a_limit_for_readers_that_vanish() -> None:
+    with open_listening_socket("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert 20_000 <= accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+async def test_the_banner_says_what_a_person_wants_to_know() -> None:
+    async with open_fake_engine() as engine:
+        with open_listening_socket("127.0.0.1", 0) as listener:
+            text = banner(engine, listener)
+            port = listener.getsockname()[1]
+    for fact in (
+        "fake",
+        "float32",
+        "512 tokens",
+        "4 of at most 16",
+        "64 tokens",
+        "256 blocks",
+        f"http://127.0.0.1:{port}",
+    ):
+        assert fact in text
+
+
+async def test_a_crash_of_the_engine_ends_the_server() -> None:
+    def before_step(batch: object) -> None:
+        raise RuntimeError("broken for good")
+
+    async def serve_until_it_breaks() -> None:
+        async with open_server(runner=FakeRunner(256, 4, before_step=before_step)) as server:
+            for _ in range(3):
+                await server.client.post(CHAT, json=chat_body())
+            await trio.sleep(5)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await serve_until_it_breaks()
+    assert caught.group_contains(RelevoError, match="in a row failed")

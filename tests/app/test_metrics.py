@@ -1,0 +1,112 @@
+"""`/metrics` and the probes."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.app.serving import CHAT, Server, chat_body, make_settings, open_server
+
+NAMES = {
+    "gauge": {"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+              "cache_config_info"},
+    "counter": {"num_preemptions", "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
+                "request_success", "admission_rejections", "request_aborts"},
+    "histogram": {"time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+                  "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+                  "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+                  "request_num_preemptions", "iteration_tokens_total"},
+}  # fmt: skip
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+async def scrape(server: Server) -> tuple[dict[str, str], Samples]:
+    """Family names to their types, and all samples."""
+    response = await server.client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    families = list(text_string_to_metric_families(response.text))
+    samples = {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    return {family.name: family.type for family in families}, samples
+
+
+def labels(**more: str) -> frozenset[tuple[str, str]]:
+    return frozenset({"model_name": "fake", **more}.items())
+
+
+async def test_everything_exists_at_zero_from_the_first_scrape() -> None:
+    async with open_server() as server:
+        types, samples = await scrape(server)
+        for prefix in ("relevo:", "vllm:"):
+            for kind, names in NAMES.items():
+                assert {types.get(prefix + name) for name in names} == {kind}, (prefix, kind)
+            for reason in ("stop", "length", "abort", "error"):
+                assert samples[f"{prefix}request_success_total", labels(finished_reason=reason)] == 0
+            for cause in ("client", "timeout", "slow_client", "shutdown", "admin"):
+                assert samples[f"{prefix}request_aborts_total", labels(cause=cause, phase="decode")] == 0
+            info = labels(block_size="4", num_gpu_blocks="256")
+            assert samples[f"{prefix}cache_config_info", info] == 1
+            itl = [
+                dict(found)["le"] for name, found in samples if name == f"{prefix}inter_token_latency_seconds_bucket"
+            ]
+            assert min(map(float, itl)) == 0.001
+            assert sorted(map(float, itl))[-2] >= 7200
+        assert all("model_name" in dict(found) for name, found in samples if name.startswith("vllm:"))
+
+
+async def test_numbers_follow_the_requests() -> None:
+    async with open_server() as server:
+        for _ in range(2):
+            await server.client.post(CHAT, json=chat_body("abc", max_tokens=4))
+        await server.client.post(CHAT, json=chat_body("x" * 1000))
+        _, samples = await scrape(server)
+        assert samples["vllm:request_success_total", labels(finished_reason="length")] == 2
+        assert samples["vllm:prompt_tokens_total", labels()] == 10
+        assert samples["vllm:generation_tokens_total", labels()] == 8
+        assert samples["vllm:time_to_first_token_seconds_count", labels()] == 2
+        assert samples["vllm:inter_token_latency_seconds_count", labels()] == 6
+        assert samples["vllm:request_generation_tokens_sum", labels()] == 8
+        assert samples["vllm:admission_rejections_total", labels(reason="context_length_exceeded")] == 1
+        assert samples["vllm:num_requests_running", labels()] == 0
+        assert samples["relevo:generation_tokens_total", labels()] == 8
+
+
+async def test_the_foreign_names_can_be_left_out() -> None:
+    async with open_server(make_settings(server={"vllm_metric_names": False})) as server:
+        assert "vllm:" not in (await server.client.get("/metrics")).text
+        assert "relevo:generation_tokens_total" in (await server.client.get("/metrics")).text
+
+
+async def test_two_servers_in_one_process_keep_their_numbers_apart() -> None:
+    async with open_server() as one, open_server(name="other") as two:
+        await one.client.post(CHAT, json=chat_body(max_tokens=3))
+        assert (await scrape(one))[1]["relevo:generation_tokens_total", labels()] == 3
+        assert 'relevo:generation_tokens_total{model_name="other"} 0.0' in (await two.client.get("/metrics")).text
+
+
+async def test_alive_is_not_ready() -> None:
+    async with open_server() as server:
+        get = server.client.get
+        assert (await get("/healthz")).json() == {"status": "alive"}
+        assert (await get("/readyz")).json() == {"ready": True}
+        assert (await get("/health")).status_code == 200
+        server.engine.drain()
+        assert (await get("/healthz")).status_code == 200
+        assert (await get("/health")).status_code == 503
+        refused = await get("/readyz")
+        assert refused.status_code == 503
+        assert "draining" in refused.json()["reason"]
+
+
+async def test_what_routers_ask() -> None:
+    async with open_server() as server:
+        assert set((await server.client.get("/version")).json()) == {"version"}
+        assert (await server.client.get("/load")).json() == {"server_load": 0}
+        assert (await server.client.get("/get_load")).json() == {"load": 0}
+
+
+async def test_the_numbers_of_the_process_stand_beside_the_engines() -> None:
+    async with open_server() as server:
+        stats = await server.stats()
+        assert stats["uptime_seconds"] >= 0
+        assert stats["loop_lag_seconds"] >= 0
+        assert stats["requests"]["running"] == 0

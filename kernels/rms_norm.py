@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, out_stride, num_columns, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def, unused-ignore] # noqa: ANN001, ANN201
+def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, out_stride, num_columns, eps, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001
     """Normalize row `program_id(0)`; BLOCK is a power of two and covers the whole row."""
     row = tl.program_id(0).to(tl.int64)  # row * stride may pass 2³¹
     columns = tl.arange(0, BLOCK)

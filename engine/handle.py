@@ -11,7 +11,7 @@ from engine.outbox import Delta, Outbox, Usage
 from engine.sequence import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from engine.errors import RelevoError
 
@@ -93,7 +93,7 @@ class Handle:
             raise self._refusal
         return self.num_prompt_tokens
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """The answer, piece by piece; the last piece has a finish reason. To be read once."""
         await self.accepted()
         async for delta in self.outbox.deltas():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import time
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from engine.loading.checkpoint import Checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WARM_UP_TOKENS = 32
 NOT_A_NUMBER = "The model computed values that are not finite numbers for this sequence; its weights may be damaged."
 
 
@@ -113,10 +116,9 @@ class ModelRunner:
         self._rows = self._make_rows(self._max_num_seqs, num_blocks)
 
     def warm_up(self) -> None:
-        """Run the largest chunk and a single token once, so that the first request finds everything prepared."""
-        longest = min(self._max_num_batched_tokens, self._max_model_len)
-        for count in (longest, 1):
-            for _ in self.logits_of([0] * count):
+        """Run a short chunk and a single token once, so that the first request finds threads and kernels prepared."""
+        for count in (min(WARM_UP_TOKENS, self._max_num_batched_tokens, self._max_model_len), 1):
+            for _ in self._run_alone([0] * count):
                 pass
 
     @torch.inference_mode()
@@ -184,7 +186,7 @@ class ModelRunner:
         """One cache a layer; the last block is the null block, which stays zero."""
         (group,) = self.cache_spec.groups
         shape = (num_blocks + 1, self._block_size, 2, group.num_kv_heads, group.head_size)
-        return [torch.zeros(shape, dtype=self.dtype) for _ in group.layers]
+        return [_zeros_on_demand(shape, self.dtype) for _ in group.layers]
 
     def _make_rows(self, max_num_seqs: int, null_block: int) -> InputBatch:
         return InputBatch(
@@ -201,6 +203,11 @@ class ModelRunner:
         block_ids = self._rows.blocks_of(seat)
         for kv_cache in self._kv_caches:
             kv_cache[block_ids] = torch.nan_to_num(kv_cache[block_ids], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory page by page, when they are first written: a large cache costs nothing until it is used."""
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def _broken_rows(hidden: torch.Tensor, inputs: StepInputs) -> set[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from engine.sequence import FinishReason
 
@@ -66,7 +66,7 @@ class Outbox:
             self.last = Delta(text, (), reason, error, usage)
             self._news.set()
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Pieces as they come, several steps' worth in one when the reader was slow. The last has a finish reason."""
         while True:
             await self._news.wait()

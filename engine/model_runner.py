@@ -118,7 +118,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run a short chunk and a single token once, so that the first request finds threads and kernels prepared."""
         for count in (min(WARM_UP_TOKENS, self._max_num_batched_tokens, self._max_model_len), 1):
-            for _ in self._run_alone([0] * count):
+            for _ in self.logits_of([0] * count):
                 pass
 
     @torch.inference_mode()

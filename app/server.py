@@ -43,10 +43,11 @@ async def serve(settings: Settings) -> int:
         RelevoError: the port is taken or the model cannot be loaded.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     with open_listening_socket(settings.server.host, settings.server.port) as listener:
         async with open_engine(settings.engine_config()) as engine:
             await serve_engine(settings, engine, listener)
+    # Only now: a hung step holds the engine's end, too.
+    faulthandler.cancel_dump_traceback_later()
     return 0
 
 
@@ -70,7 +71,6 @@ async def serve_engine(settings: Settings, engine: Engine, listener: socket.sock
         sys.stderr.write(banner(engine, listener))
         sys.stderr.flush()
         await lifecycle.finished.wait()
-        faulthandler.cancel_dump_traceback_later()
         nursery.cancel_scope.cancel()
 
 
@@ -126,7 +126,7 @@ def hypercorn_config(listener: socket.socket) -> Config:
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logging.getLogger("relevo.hypercorn")
-    config.loglevel = "WARNING"
+    config.errorlog.setLevel(logging.WARNING)
     return config
 
 

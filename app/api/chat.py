@@ -11,6 +11,7 @@ from app.api.messages import parse_messages
 from app.api.requests import read_json
 from app.api.schemas import ChatBody, parse_body
 from app.api.sse import ChatEnvelope
+from engine.errors import ContextLengthError
 from engine.handle import ChatPrompt
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ async def create_chat_completion(context: Context) -> Response:
     unsupported.refuse_unsupported(data, unsupported.CHAT)
     messages = parse_messages(body.messages)
     require_chat_template(context)
+    capacity = context.engine.model.context_length
+    if len(messages) > capacity:
+        # Every turn is a token at least: no need to lay them out.
+        raise ContextLengthError(len(messages), capacity, param="messages", at_least=True)
     prompt = ChatPrompt(messages)
     generation = submit(context, body, prompt, ChatEnvelope, prefix="chatcmpl", default_max_tokens=None)
     return await respond(generation, stream=body.stream)

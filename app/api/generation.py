@@ -7,7 +7,7 @@ import secrets
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import trio
 from quart import Response, request
@@ -20,7 +20,7 @@ from engine.handle import GenerationRequest
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable
 
     from app.api.schemas import Body, GenerationBody
     from app.http import Context
@@ -51,7 +51,7 @@ class AnswerReader:
     def __init__(self, generation: Generation) -> None:
         self._handle = generation.handle
         self._deadline = generation.deadline
-        self._deltas = self._open()
+        self._deltas = self._handle.outbox.deltas()
 
     async def read(self) -> Delta | None:
         """The next piece, or `None` when it is time for a heartbeat. Past the deadline the request is ended."""
@@ -66,15 +66,12 @@ class AnswerReader:
         if not scope.cancelled_caught:
             return delta
         # A cancelled wait has ended the generator. What has gathered is still in the outbox.
-        self._deltas = self._open()
+        self._deltas = self._handle.outbox.deltas()
         return None
 
     async def aclose(self) -> None:
         """Let go of the generator; it has no clean-up that waits."""
         await self._deltas.aclose()
-
-    def _open(self) -> AsyncGenerator[Delta, None]:
-        return cast("AsyncGenerator[Delta, None]", self._handle.outbox.deltas())
 
 
 def check_model(context: Context, body: Body) -> None:

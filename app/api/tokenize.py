@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Beyond this many characters or ids the work is long enough to be felt by the other requests' streams.
 INLINE_SIZE: Final = 4096
+# What a turn costs beside its content.
+TURN_SIZE: Final = 64
 
 
 async def tokenize(context: Context) -> dict[str, Any]:
@@ -35,13 +37,15 @@ async def tokenize(context: Context) -> dict[str, Any]:
         messages = [*parse_messages(body.messages)]
         template = require_chat_template(context)
         encode = partial(template.encode, messages, engine.tokenizer, add_generation_prompt=body.add_generation_prompt)
-        tokens = await _run(encode, sum(len(message["content"]) for message in messages))
+        tokens = await _run(encode, sum(len(message["content"]) + TURN_SIZE for message in messages))
     elif body.prompt is not None:
         encode = partial(engine.tokenizer.encode, body.prompt, parse_control=True, add_special=body.add_special_tokens)
         tokens = await _run(encode, len(body.prompt))
     else:
         raise InvalidRequestError("Send a 'prompt' or 'messages'.", param="prompt")
-    texts = [engine.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
+    texts = None
+    if body.return_token_strs:
+        texts = await _run(lambda: [engine.tokenizer.decode([token]) for token in tokens], 8 * len(tokens))
     return {
         "count": len(tokens),
         "max_model_len": engine.model.context_length,

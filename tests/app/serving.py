@@ -95,11 +95,13 @@ def events(text: str) -> list[Any]:
 class Driver:
     """An ASGI call without a server: two memory channels and a connection that can be cut at any moment."""
 
-    def __init__(self, app: Any, path: str, body: dict[str, Any], *, method: str = "POST") -> None:
+    def __init__(
+        self, app: Any, path: str, body: dict[str, Any], *, method: str = "POST", more_body: bool = False
+    ) -> None:
         self._app = app
         self._to_app, self._receive = trio.open_memory_channel[dict[str, Any]](10)
         self._send, self.sent = trio.open_memory_channel[dict[str, Any]](0)
-        self._to_app.send_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        self._to_app.send_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": more_body})
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         self.scope = {
             "type": "http", "http_version": "1.1", "method": method, "scheme": "http", "path": path,

@@ -177,6 +177,14 @@ async def test_a_prompt_that_can_never_fit_is_400_and_the_next_is_served() -> No
         await server.settle()
 
 
+async def test_more_turns_than_tokens_fit_is_400_before_they_are_laid_out() -> None:
+    async with open_server() as server:
+        body = chat_body() | {"messages": [{"role": "user", "content": ""}] * 20_000}
+        response = await server.client.post(CHAT, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_a_full_queue_is_503_at_once_and_says_when_to_come_back() -> None:
     limits = {"max_num_seqs": 1, "max_waiting": 2}
     async with open_server(limits=limits, step_seconds=0.02) as server, trio.open_nursery() as nursery:

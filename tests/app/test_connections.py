@@ -15,6 +15,7 @@ import trio
 import trio.testing
 
 from app.api.generation import HEARTBEAT_SECONDS
+from app.http import BODY_TIMEOUT_SECONDS
 from tests.app.serving import CHAT, COMPLETIONS, Driver, Server, chat_body, events, make_settings, open_app, open_server
 from tests.fakes import expected_output
 
@@ -188,6 +189,17 @@ async def test_the_servers_own_deadline_holds_for_streams(autojump_clock: trio.t
         assert events(received.decode())[-1]["error"]["code"] == "timeout"
         await trio.sleep(2)
         assert is_clean(context.engine)
+
+
+async def test_a_body_that_never_ends_is_408(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app() as (app, _), trio.open_nursery() as nursery:
+        driver = Driver(app, CHAT, chat_body(), more_body=True)
+        nursery.start_soon(driver.run)
+        before = trio.current_time()
+        assert await driver.status() == 408
+        assert trio.current_time() - before == pytest.approx(BODY_TIMEOUT_SECONDS, abs=0.1)
+        assert json.loads(await driver.body())["error"]["type"] == "timeout_error"
+        driver.leave()
 
 
 async def ask_at_random(server: Server, index: int, client: httpx.AsyncClient) -> None:

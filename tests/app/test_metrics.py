@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import trio
+import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.app.serving import CHAT, Server, chat_body, make_settings, open_server
+from engine.handle import GenerationRequest, TextPrompt
+from engine.sequence import SamplingParams
+from tests.app.serving import CHAT, Driver, Server, chat_body, make_settings, open_app, open_server
 
 NAMES = {
     "gauge": {"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
@@ -95,6 +101,26 @@ async def test_alive_is_not_ready() -> None:
         refused = await get("/readyz")
         assert refused.status_code == 503
         assert "draining" in refused.json()["reason"]
+
+
+async def get(app: Any, path: str) -> tuple[int, bytes]:
+    async with trio.open_nursery() as nursery:
+        driver = Driver(app, path, {}, method="GET")
+        nursery.start_soon(driver.run)
+        return await driver.status(), await driver.body() + await driver.body()
+
+
+async def test_a_hung_step_is_alive_but_not_ready(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app(step_seconds=60) as (app, context):
+        context.engine.submit(GenerationRequest("stuck", TextPrompt("hi"), SamplingParams(max_tokens=1)))
+        assert (await get(app, "/readyz"))[0] == 200
+        await trio.sleep(20)
+        status, body = await get(app, "/readyz")
+        assert status == 503
+        assert b"stalled" in body
+        assert (await get(app, "/healthz"))[0] == 200
+        await trio.sleep(60)
+        assert (await get(app, "/readyz"))[0] == 200
 
 
 async def test_what_routers_ask() -> None:

@@ -160,17 +160,20 @@
       list.push(`${got.usage.prompt_tokens} prompt tokens${cached ? `, ${cached} from the cache` : ""}`);
     }
     if (stopped) list.push(`stopped after ${seconds(performance.now() - begun)}`);
-    if (got.finish === "length") list.push("cut at its longest length");
+    if (got.finish === "length") list.push("cut at the longest answer");
     return list;
   }
 
   async function ask(text) {
-    turns.push({ role: "user", content: text });
+    // A new chat begins a new list; an answer that is still ending belongs to the old one.
+    const talk = turns;
+    talk.push({ role: "user", content: text });
     const view = addTurn("assistant", "");
     const begun = performance.now();
     const control = running = new AbortController();
     view.item.classList.add("writing");
     view.item.setAttribute("aria-busy", "true");
+    facts(view, ["waiting for the first token"]);
     setRunning(true);
     toBottom();
     const again = () => ask(text);
@@ -181,6 +184,7 @@
       });
       if (!response.ok) {
         const { error = {} } = await response.json().catch(() => ({}));
+        facts(view, []);
         const [words, mayRetry] = refusal(response.status, error, response.headers.get("Retry-After"));
         fail(view, words, mayRetry && again);
         return;
@@ -191,16 +195,16 @@
       if (got.error) fail(view, `The answer broke off: ${got.error.message}`, again);
       else if (!got.done && !stopped) fail(view, "The answer was interrupted; what is above is not the whole of it.", again);
       else if (got.text || got.done) {
-        turns.push({ role: "assistant", content: got.text });
+        talk.push({ role: "assistant", content: got.text });
         answered = true;
         if (!got.text) view.body.append(element("span", "note", "The model had nothing to say."));
       }
     } catch (error) {
       if (control.signal.aborted) facts(view, ["stopped before the first token"]);
-      else fail(view, "The server cannot be reached.", again);
+      else { facts(view, []); fail(view, "The server cannot be reached.", again); }
     } finally {
       // What was not answered is shown but not told to the model: two questions in a row would confuse it.
-      if (!answered) turns = turns.slice(0, -1);
+      if (!answered) talk.pop();
       view.item.classList.remove("writing");
       view.item.removeAttribute("aria-busy");
       if (running === control) { running = null; setRunning(false); }

@@ -157,21 +157,24 @@ class FakeEngine:
         request.last = self.now
 
     def _make_room(self) -> list[str]:
-        used = sum(request.blocks for request in self.running)
-        if used + len(self.running) <= self.total_blocks or len(self.running) < 2:
-            return []
-        victim = self.running.pop()
-        self.preempted_total += 1
-        self.recomputed += victim.computed
-        victim.computed, victim.seat, victim.preemptions = 0, None, victim.preemptions + 1
-        self.waiting.insert(0, victim)
-        return [victim.request_id]
+        preempted = []
+        while sum(self._next_blocks(request) for request in self.running) > self.total_blocks and len(self.running) > 1:
+            victim = self.running.pop()
+            self.preempted_total += 1
+            self.recomputed += victim.computed
+            victim.computed, victim.seat, victim.preemptions = 0, None, victim.preemptions + 1
+            self.waiting.insert(0, victim)
+            preempted.append(victim.request_id)
+        return preempted
+
+    def _next_blocks(self, request: FakeRequest) -> int:
+        return -(-(min(request.prompt + request.output, request.computed + self.budget) + 1) // BLOCK_SIZE)
 
     def _seat(self) -> None:
         free = sorted(set(range(self.seats)) - {r.seat for r in self.running})
         while free and self.waiting:
-            need = -(-(self.waiting[0].prompt + self.waiting[0].output) // BLOCK_SIZE) + 1
-            if sum(r.blocks for r in self.running) + need > self.total_blocks:
+            need = -(-(self.waiting[0].prompt + self.waiting[0].output) // BLOCK_SIZE) + 4
+            if sum(self._next_blocks(r) for r in self.running) + need > self.total_blocks:
                 return
             request = self.waiting.pop(0)
             request.seat = free.pop(0)

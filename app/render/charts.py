@@ -90,7 +90,7 @@ def _top_of(chart: Chart) -> float:
         return max(chart.ceiling, 1e-9)
     highest = max((v for line in chart.lines for v in line.values if v is not None), default=0.0)
     # A target far above the data would flatten the lines; it is shown once they come near it.
-    if chart.target is not None and highest > chart.target / 3:
+    if chart.target is not None and (not highest or highest > chart.target / 3):
         highest = max(highest, chart.target * 1.05)
     return nice_ceiling(highest)
 

@@ -164,7 +164,9 @@ def _strip(steps: Sequence[Mapping[str, Any]], offset: int, budget: int, y: int)
     prefill_path: list[str] = []
     limit_path: list[str] = []
     for column, ((decode, prefill), limit) in enumerate(zip(rows, budgets, strict=False), offset):
-        low, high = decode * scale, (decode + prefill) * scale
+        # One token in a budget of thousands is still a line that can be seen.
+        low = max(decode * scale, 1.5) if decode else 0.0
+        high = low + prefill * scale
         left, right = number(column + 0.08), number(column + 0.92)
         if decode:
             decode_path.append(f"M{left} {STRIP_HEIGHT}V{number(STRIP_HEIGHT - low)}H{right}V{STRIP_HEIGHT}Z")

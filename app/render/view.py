@@ -51,7 +51,7 @@ def charts_of(scene: Scene) -> list[dict[str, Any]]:
             Line("p99", "pale", [q.p99 for q in quantiles]),
         ]
         chart = Chart(title, positions, lines, _axis_seconds, band=True, target=target, marks=marks)
-        note = "p50 · p95 · p99" + (f", dashed the target {numbers.seconds(target)}" if target else "")
+        note = "p50 · p95 · p99" + (f" · target {numbers.seconds(target)}" if target else "")
         return {"title": title, "note": note, "plot": draw_chart(chart)}
 
     def levels(title: str, note: str, lines: list[Line], ceiling: float | None = None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _axis_seconds(value: float) -> str:
 
 
 def _axis_count(value: float) -> str:
-    return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"
+    return f"{value / 1000:g}k" if value >= 10_000 else f"{value:,g}"
 
 
 # What each partial is given. A part can be drawn alone: the other pages show the state only.

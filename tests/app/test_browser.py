@@ -131,7 +131,7 @@ def test_chat_streams_an_answer_and_counts_it(page: Page, base: str) -> None:
     facts = answer.locator(".facts").inner_text()
     assert "to first token" in facts
     assert re.search(r"[\d.]+ tokens/s", facts)
-    assert "cut at its longest length" in facts
+    assert "cut at the longest answer" in facts
     assert page.locator("#send").is_visible()
     # The second turn carries the first: its prompt is longer than both messages alone.
     prompt = int(re.search(r"(\d+) prompt tokens", facts)[1])  # type: ignore[index]
@@ -155,7 +155,14 @@ def test_an_answer_is_seen_while_it_is_written_and_stops_at_once(page: Page, bas
     written = answer.locator(".text").inner_text()
     page.wait_for_timeout(200)
     assert answer.locator(".text").inner_text() == written
-    # Escape does the same from the keyboard.
+    # A new chat in the midst of an answer begins with nothing of the old one.
+    ask(page, "a third", 400)
+    until(page, "document.querySelectorAll('#log .assistant .text')[1].textContent.length > 5")
+    page.click("#new")
+    fresh = ask(page, "hi", 2).locator(".facts")
+    fresh.get_by_text("2 tokens", exact=True).wait_for()
+    assert "4 prompt tokens" in fresh.inner_text()
+    # Escape stops from the keyboard.
     second = ask(page, "another", 400)
     until(page, "document.querySelectorAll('#log .assistant .text')[1].textContent.length > 5")
     page.keyboard.press("Escape")

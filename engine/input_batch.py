@@ -44,6 +44,7 @@ class InputBatch:
     Args:
         max_num_seqs: seats.
         max_model_len: longest sequence, in tokens.
+        block_shape: of a layer's block, (2, KVH, block_size, D).
         null_block: a block that no sequence owns and that holds zeros; it fills the tables.
         cache_dtype: of the KV cache.
         vocab_size: stop tokens beyond it can never be drawn and are dropped.
@@ -54,12 +55,13 @@ class InputBatch:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        block_size: int,
+        block_shape: tuple[int, int, int, int],
         null_block: int,
         cache_dtype: torch.dtype,
         vocab_size: int,
     ) -> None:
-        self._block_size = block_size
+        self._block_shape = block_shape
+        self._block_size = block_size = block_shape[2]
         self._null_block = null_block
         self._cache_dtype = cache_dtype
         self._workspace = Workspace()
@@ -105,14 +107,15 @@ class InputBatch:
             torch.from_numpy(self._block_tables[seats, : -(-int(seq_lens.max()) // self._block_size)]),
             torch.from_numpy(loc),
             torch.from_numpy(seq_lens),
-            block_size=self._block_size,
+            block_shape=self._block_shape,
             dtype=self._cache_dtype,
             workspace=self._workspace,
         )
         model = ModelInputs(
             input_ids=torch.from_numpy(self._token_ids[token_seats, positions]),
             positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
+            block_ids=torch.from_numpy(blocks),
+            offsets=torch.from_numpy(positions % self._block_size),
             plan=plan,
         )
         sampling = np.flatnonzero(np.array(batch.samples, dtype=bool)[order])

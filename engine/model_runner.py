@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import time
 from typing import TYPE_CHECKING
 
@@ -184,15 +183,18 @@ class ModelRunner:
 
     def _make_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """One cache a layer; the last block is the null block, which stays zero."""
+        shape = (num_blocks + 1, *self._block_shape())
+        return [_zeros_on_demand(shape, self.dtype) for _ in self.model.layers]
+
+    def _block_shape(self) -> tuple[int, int, int, int]:
         (group,) = self.cache_spec.groups
-        shape = (num_blocks + 1, self._block_size, 2, group.num_kv_heads, group.head_size)
-        return [_zeros_on_demand(shape, self.dtype) for _ in group.layers]
+        return (2, group.num_kv_heads, self._block_size, group.head_size)
 
     def _make_rows(self, max_num_seqs: int, null_block: int) -> InputBatch:
         return InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=self._max_model_len,
-            block_size=self._block_size,
+            block_shape=self._block_shape(),
             null_block=null_block,
             cache_dtype=self.dtype,
             vocab_size=self._checkpoint.config.vocab_size,
@@ -206,8 +208,11 @@ class ModelRunner:
 
 
 def _zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory page by page, when they are first written: a large cache costs nothing until it is used."""
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    """Zeros that take memory when they are first written: a large cache costs nothing until it is used.
+
+    numpy asks the system for zeroed pages, in huge ones where it can; torch writes the zeros.
+    """
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _broken_rows(hidden: torch.Tensor, inputs: StepInputs) -> set[int]:

@@ -24,6 +24,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Put kv [N, 2, KVH, D] into the slots [N] of kv_cache [blocks, block_size, 2, KVH, D], in place."""
-    kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, kv.to(kv_cache.dtype))
+def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Put kv [N, 2, KVH, D] into blocks [N] at offsets [N] of kv_cache [blocks, 2, KVH, block_size, D], in place."""
+    kv_cache[block_ids, :, :, offsets] = kv.to(kv_cache.dtype)

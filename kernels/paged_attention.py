@@ -1,8 +1,8 @@
 """Attention over the paged KV cache on a CPU, for a batch that mixes prefill and decode.
 
-A plan is made once a step and serves every layer. Rows that compute one token are handled together: their blocks are
-gathered with one copy of long contiguous runs, then one call computes all of them. Rows that compute several tokens
-come one after the other; each is large enough to fill the cores by itself.
+A plan is made once a step and serves every layer. Rows that compute one token are handled together, a thousand or two
+of tokens at a time: their blocks are gathered so that each head's keys lie one after the other, then one call computes
+all of them. Rows that compute several tokens come one by one; each is large enough to fill the cores by itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch.nn.functional as F
 # Padding up to this many tokens costs less than another pass.
 SHORT_TOKENS = 128
 
+# Keys and values gathered at a time. More would leave the cache between the gathering and the arithmetic.
+GROUP_ELEMENTS = 512 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
@@ -24,13 +27,14 @@ class DecodeGroup:
 
     Attributes:
         first, last: their tokens, a half-open range.
-        block_ids: [rows * blocks_per_row] int64, padded with the null block.
+        pieces: [2 * rows * KVH * blocks_per_row] int64; the head-sized pieces of blocks, in the order in which they
+            are gathered.
         mask: [rows, 1, 1, T] in the cache's dtype; 0 where a key counts, else -inf.
     """
 
     first: int
     last: int
-    block_ids: torch.Tensor
+    pieces: torch.Tensor
     mask: torch.Tensor
 
 
@@ -40,14 +44,14 @@ class ChunkRow:
 
     Attributes:
         first, last: its tokens, a half-open range.
-        block_ids: [blocks] int64.
+        pieces: [2 * KVH * blocks] int64, as in a `DecodeGroup`.
         seq_len: its tokens in the cache, the new ones included.
         mask: [n, seq_len], or `None` where nothing precedes the new tokens.
     """
 
     first: int
     last: int
-    block_ids: torch.Tensor
+    pieces: torch.Tensor
     seq_len: int
     mask: torch.Tensor | None
 
@@ -89,7 +93,7 @@ def plan_attention(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    block_size: int,
+    block_shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     workspace: Workspace,
 ) -> AttentionPlan:
@@ -99,36 +103,52 @@ def plan_attention(
         block_tables: [R, blocks] int64. Rows of one token come first, the longest of them foremost.
         query_start_loc: [R + 1] int64.
         seq_lens: [R] int64.
+        block_shape: (2, KVH, block_size, D) of the cache.
         dtype: of the cache.
     """
+    _, kv_heads, block_size, head_size = block_shape
     lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
     num_decodes = sum(1 for first, last in pairwise(starts) if last - first == 1)
     groups = []
-    for first, last in split_by_length(lengths[:num_decodes]):
+    for first, last in split_rows(lengths[:num_decodes], GROUP_ELEMENTS // (2 * kv_heads * head_size)):
         blocks = -(-lengths[first] // block_size)
-        positions = torch.arange(blocks * block_size)
-        shorter = positions >= seq_lens[first:last, None, None, None]
-        padding = torch.zeros(shorter.shape, dtype=dtype).masked_fill_(shorter, -math.inf)
-        groups.append(DecodeGroup(first, last, block_tables[first:last, :blocks].flatten(), padding))
+        beyond = torch.arange(blocks * block_size) >= seq_lens[first:last, None, None, None]
+        pieces = pieces_of(block_tables[first:last, :blocks], kv_heads)
+        groups.append(DecodeGroup(first, last, pieces, _mask(beyond, dtype)))
     chunks = []
     for row in range(num_decodes, len(lengths)):
         first, last, seq_len = starts[row], starts[row + 1], lengths[row]
-        mask: torch.Tensor | None = None
-        if seq_len > last - first:
-            later = torch.arange(seq_len) > torch.arange(seq_len - (last - first), seq_len)[:, None]
-            mask = torch.zeros(later.shape, dtype=dtype).masked_fill_(later, -math.inf)
-        chunks.append(ChunkRow(first, last, block_tables[row, : -(-seq_len // block_size)], seq_len, mask))
+        before = seq_len - (last - first)
+        later = torch.arange(seq_len) > torch.arange(before, seq_len)[:, None]
+        pieces = pieces_of(block_tables[row : row + 1, : -(-seq_len // block_size)], kv_heads)
+        chunks.append(ChunkRow(first, last, pieces, seq_len, _mask(later, dtype) if before else None))
     return AttentionPlan(block_tables, query_start_loc, seq_lens, tuple(groups), tuple(chunks), workspace)
 
 
-def split_by_length(lengths: list[int]) -> list[tuple[int, int]]:
-    """Half-open ranges of a descending list in which nobody is padded to more than twice its length.
+def pieces_of(block_tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Indices of a cache seen as [blocks * 2 * KVH, block_size * D].
 
-    Short lists of tokens are not worth a pass of their own: up to `SHORT_TOKENS` padding is free.
+    Args:
+        block_tables: [R, blocks] int64.
+
+    Returns:
+        [2 * R * KVH * blocks] int64: keys before values, then row by row, head by head, block by block.
+    """
+    sides = torch.arange(2).view(2, 1, 1, 1) * kv_heads
+    heads = torch.arange(kv_heads).view(1, 1, kv_heads, 1)
+    return (block_tables[None, :, None] * (2 * kv_heads) + sides + heads).flatten()
+
+
+def split_rows(lengths: list[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Half-open ranges of a descending list of lengths.
+
+    Nobody is padded to more than twice its length, unless to no more than `SHORT_TOKENS`; and a range holds
+    `max_tokens` at most, padding included, unless it is a single row.
     """
     ranges, first = [], 0
     for index, length in enumerate(lengths):
-        if max(length * 2, SHORT_TOKENS) < lengths[first]:
+        padded = (index + 1 - first) * lengths[first]
+        if index > first and (max(length * 2, SHORT_TOKENS) < lengths[first] or padded > max_tokens):
             ranges.append((first, index))
             first = index
     if lengths:
@@ -141,40 +161,41 @@ def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, plan: Attention
 
     Args:
         query: [N, H, D]; the rows' tokens one row after the other, as `plan.query_start_loc` says.
-        kv_cache: [blocks, block_size, 2, KVH, D]; holds the new tokens already.
+        kv_cache: [blocks, 2, KVH, block_size, D]; holds the new tokens already.
         plan: block tables and lengths of the rows.
 
     Returns:
         [N, H, D] float32.
     """
     num_heads, head_size = query.shape[1:]
-    kv_heads = kv_cache.shape[3]
-    group_size = num_heads // kv_heads
+    kv_heads = kv_cache.shape[2]
     out = torch.empty(query.shape, dtype=torch.float32)
-    query = query.to(kv_cache.dtype)
+    # The query heads that share a key head take the place of query positions: K and V are read once a group.
+    shape = (query.shape[0], kv_heads, num_heads // kv_heads, head_size)
+    query, grouped_out = query.to(kv_cache.dtype).view(shape), out.view(shape)
     for group in plan.decode_groups:
-        rows = group.last - group.first
-        kv = _gather(kv_cache, group.block_ids, plan.workspace).view(rows, -1, 2, kv_heads, head_size)
-        keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)  # [rows, KVH, T, D]
-        # The query heads that share a key head take the place of query positions: K and V are read once a group.
-        grouped = query[group.first : group.last].view(rows, kv_heads, group_size, head_size)
-        result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
-        out[group.first : group.last].view(rows, kv_heads, group_size, head_size).copy_(result)
+        tokens = slice(group.first, group.last)
+        gathered = _gather(kv_cache, group.pieces, plan.workspace)
+        keys, values = gathered.view(2, group.last - group.first, kv_heads, -1, head_size)
+        grouped_out[tokens] = F.scaled_dot_product_attention(query[tokens], keys, values, attn_mask=group.mask)
     for row in plan.chunk_rows:
-        count = row.last - row.first
-        kv = _gather(kv_cache, row.block_ids, plan.workspace).view(-1, 2, kv_heads, head_size)[: row.seq_len]
-        shape = (kv_heads, group_size, row.seq_len, head_size)
-        keys, values = (kv[:, i].transpose(0, 1)[:, None].expand(shape) for i in (0, 1))
-        grouped = query[row.first : row.last].view(count, kv_heads, group_size, head_size).permute(1, 2, 0, 3)
-        result = F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=row.mask, is_causal=row.mask is None
-        )  # [KVH, G, n, D]
-        out[row.first : row.last].view(count, kv_heads, group_size, head_size).copy_(result.permute(2, 0, 1, 3))
+        tokens = slice(row.first, row.last)
+        gathered = _gather(kv_cache, row.pieces, plan.workspace).view(2, kv_heads, 1, -1, head_size)
+        keys, values = gathered[:, :, :, : row.seq_len].expand(-1, -1, shape[2], -1, -1)
+        chunk = query[tokens].permute(1, 2, 0, 3)  # [KVH, G, n, D]
+        causal = row.mask is None
+        result = F.scaled_dot_product_attention(chunk, keys, values, attn_mask=row.mask, is_causal=causal)
+        grouped_out[tokens] = result.permute(2, 0, 1, 3)
     return out
 
 
-def _gather(kv_cache: torch.Tensor, block_ids: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """[block_ids, block_size * 2 * KVH * D]: the blocks one after the other. Each is one contiguous run."""
-    blocks = kv_cache.view(kv_cache.shape[0], -1)
-    rows = workspace.rows(block_ids.shape[0], blocks.shape[1], kv_cache.dtype)
-    return torch.index_select(blocks, 0, block_ids, out=rows)
+def _mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """-inf where `hidden`, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+
+
+def _gather(kv_cache: torch.Tensor, pieces: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """[pieces, block_size * D]: contiguous runs of the cache, one after the other."""
+    runs = kv_cache.view(-1, kv_cache.shape[3] * kv_cache.shape[4])
+    rows = workspace.rows(pieces.shape[0], runs.shape[1], kv_cache.dtype)
+    return torch.index_select(runs, 0, pieces, out=rows)

@@ -59,17 +59,17 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
-def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
     """Put new keys and values into their slots of the paged cache.
 
     Args:
         kv: [N, 2, KVH, D]; keys first.
-        kv_cache: [blocks, block_size, 2, KVH, D], changed in place.
-        slot_mapping: [N] int64; slot = block id * block_size + offset in the block. No slot comes twice.
+        kv_cache: [blocks, 2, KVH, block_size, D], changed in place.
+        block_ids: [N] int64, each token's block.
+        offsets: [N] int64, its place in the block. No place comes twice.
     """
-    block_size = kv_cache.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        kv_cache[slot // block_size, slot % block_size] = kv[token].to(kv_cache.dtype)
+    for token, (block_id, offset) in enumerate(zip(block_ids.tolist(), offsets.tolist(), strict=True)):
+        kv_cache[block_id, :, :, offset] = kv[token].to(kv_cache.dtype)
 
 
 def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
@@ -77,19 +77,20 @@ def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, plan: Attention
 
     Args:
         query: [N, H, D]; the rows' tokens one row after the other, as `plan.query_start_loc` says.
-        kv_cache: [blocks, block_size, 2, KVH, D]; holds the new tokens already.
+        kv_cache: [blocks, 2, KVH, block_size, D]; holds the new tokens already.
         plan: block tables and lengths of the rows.
 
     Returns:
         [N, H, D] float32.
     """
     heads, size = query.shape[1:]
-    kv_heads = kv_cache.shape[3]
+    kv_heads = kv_cache.shape[2]
     out = torch.empty(query.shape, dtype=torch.float32)
     starts = plan.query_start_loc.tolist()
     for row, seq_len in enumerate(plan.seq_lens.tolist()):
         first, last = starts[row], starts[row + 1]
-        kv = kv_cache[plan.block_tables[row]].flatten(0, 1)[:seq_len].float()  # [T, 2, KVH, D]
+        blocks = kv_cache[plan.block_tables[row]].permute(0, 3, 1, 2, 4)
+        kv = blocks.flatten(0, 1)[:seq_len].float()  # [T, 2, KVH, D]
         keys, values = kv.repeat_interleave(heads // kv_heads, dim=2).unbind(1)  # [T, H, D] each
         scores = torch.einsum("nhd,thd->hnt", query[first:last].float(), keys) / math.sqrt(size)
         positions = torch.arange(seq_len - (last - first), seq_len)

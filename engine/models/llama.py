@@ -27,13 +27,15 @@ class ModelInputs:
     Attributes:
         input_ids: [N] int64.
         positions: [N] int64, each token's place in its sequence.
-        slot_mapping: [N] int64, where its keys and values go: block id * block size + offset.
+        block_ids: [N] int64, the block that its keys and values go to.
+        offsets: [N] int64, their place in the block.
         plan: which blocks each token attends to.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    block_ids: torch.Tensor
+    offsets: torch.Tensor
     plan: AttentionPlan
 
 
@@ -91,7 +93,7 @@ class LlamaModel:
         """Run the layers, writing keys and values.
 
         Args:
-            kv_caches: one a layer, [blocks, block_size, 2, KVH, D].
+            kv_caches: one a layer, [blocks, 2, KVH, block_size, D].
 
         Returns:
             [N, hidden_size] float32, before the last norm.
@@ -104,7 +106,8 @@ class LlamaModel:
             normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
             qkv = layer.qkv(normed).view(-1, num_heads + 2 * kv_heads, size)
             rope(qkv[:, : num_heads + kv_heads], rotation)
-            kv_write(qkv[:, num_heads:].view(-1, 2, kv_heads, size), kv_cache, inputs.slot_mapping)
+            new = qkv[:, num_heads:].view(-1, 2, kv_heads, size)
+            kv_write(new, kv_cache, inputs.block_ids, inputs.offsets)
             attended = paged_attention(qkv[:, :num_heads], kv_cache, inputs.plan)
             hidden += layer.output(attended.flatten(1))
             normed = rms_norm(hidden, layer.feed_forward_norm, config.rms_norm_eps)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.paged_attention import AttentionPlan, Workspace, paged_attention, plan_attention, split_by_length
+from kernels.paged_attention import AttentionPlan, Workspace, paged_attention, plan_attention, split_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -23,16 +23,23 @@ def make_case(
     num_blocks = sum(needs) + 3
     ids = random.Random(len(rows)).sample(range(num_blocks), sum(needs))
     generator = torch.Generator().manual_seed(1)
-    kv_cache = torch.full((num_blocks + 1, block_size, 2, kv_heads, size), float("nan"), dtype=dtype)
+    kv_cache = torch.full((num_blocks + 1, 2, kv_heads, block_size, size), float("nan"), dtype=dtype)
     kv_cache[num_blocks] = 0
     tables = torch.full((len(rows), max(needs)), num_blocks)
     for row, need in enumerate(needs):
         tables[row, :need] = torch.tensor([ids.pop() for _ in range(need)])
-        shape = (need, block_size, 2, kv_heads, size)
+        shape = (need, 2, kv_heads, block_size, size)
         kv_cache[tables[row, :need]] = torch.randn(shape, generator=generator).to(dtype)
     loc = torch.tensor([0] + [new for _, new in rows]).cumsum(0)
     query = torch.randn(int(loc[-1]), heads, size, generator=generator)
-    plan = plan_attention(tables, loc, torch.tensor(lengths), block_size=block_size, dtype=dtype, workspace=Workspace())
+    plan = plan_attention(
+        tables,
+        loc,
+        torch.tensor(lengths),
+        block_shape=(2, kv_heads, block_size, size),
+        dtype=dtype,
+        workspace=Workspace(),
+    )
     return query, kv_cache, plan
 
 
@@ -64,14 +71,16 @@ def test_a_strided_query_is_fine() -> None:
     torch.testing.assert_close(paged_attention(wide[:, :4], kv_cache, plan), expected)
 
 
-def test_groups_pad_nobody_to_more_than_twice_its_length() -> None:
-    lengths = sorted([1, 5, 127, 128, 300, 310, 700, 8000, 8000], reverse=True)
-    ranges = split_by_length(lengths)
+def test_groups_are_neither_too_uneven_nor_too_large() -> None:
+    lengths = sorted([1, 5, 127, 128, 300, 310, 310, 310, 700, 8000, 8000], reverse=True)
+    ranges = split_rows(lengths, 1000)
     assert [first for first, _ in ranges[1:]] == [last for _, last in ranges[:-1]]
     assert (ranges[0][0], ranges[-1][1]) == (0, len(lengths))
     for first, last in ranges:
         assert lengths[first] <= max(128, 2 * lengths[last - 1])
-    assert split_by_length([]) == []
+        assert last - first == 1 or (last - first) * lengths[first] <= 1000
+    assert len(ranges) == 6
+    assert split_rows([], 1000) == []
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (7, 64), (16, 576)])
@@ -92,12 +101,11 @@ def test_rope_keeps_lengths_and_matches_the_reference() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_writing_touches_the_named_slots_alone(dtype: torch.dtype) -> None:
+def test_writing_touches_the_named_places_alone(dtype: torch.dtype) -> None:
     kv = torch.randn(3, 2, 2, 8)
-    slots = torch.tensor([17, 0, 6])
-    caches = [torch.full((5, 4, 2, 2, 8), 7.0, dtype=dtype) for _ in range(2)]
-    cpu.kv_write(kv, caches[0], slots)
-    reference.kv_write(kv, caches[1], slots)
+    block_ids, offsets = torch.tensor([4, 0, 1]), torch.tensor([1, 0, 2])
+    caches = [torch.full((5, 2, 2, 4, 8), 7.0, dtype=dtype) for _ in range(2)]
+    cpu.kv_write(kv, caches[0], block_ids, offsets)
+    reference.kv_write(kv, caches[1], block_ids, offsets)
     assert torch.equal(caches[0], caches[1])
-    untouched = [slot for slot in range(20) if slot not in slots.tolist()]
-    assert (caches[0].flatten(0, 1)[untouched] == 7).all()
+    assert (caches[0] == 7).sum() == (20 - 3) * 2 * 2 * 8

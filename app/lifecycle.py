@@ -57,7 +57,6 @@ class Lifecycle:
         draining: it was asked to end and takes nothing new.
         stopped: set when the HTTP server may close its connections.
         finished: set when it has.
-        started: trio's clock at the start, in seconds.
     """
 
     def __init__(self) -> None:
@@ -65,12 +64,10 @@ class Lifecycle:
         self.stopped = trio.Event()
         self.finished = trio.Event()
         self.lag = LoopLag()
-        self.started = trio.current_time()
 
-    @property
-    def uptime_seconds(self) -> float:
-        """Seconds since the start."""
-        return trio.current_time() - self.started
+    def stats(self) -> dict[str, float]:
+        """What the process adds to the engine's numbers."""
+        return {"loop_lag_seconds": round(self.lag.seconds, 6)}
 
     async def drain(self, engine: Engine, watchers: Watchers, timeout_seconds: float) -> None:
         """Finish what runs within the limit, end the rest, let the dashboards go. New requests get 503 meanwhile."""

@@ -8,7 +8,7 @@ import secrets
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import trio
 
@@ -24,7 +24,7 @@ from engine.handle import ChatPrompt, GenerationRequest
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable
+    from collections.abc import Callable, Iterable
 
     from app.api.schemas import GenerationBody
     from engine.engine import Engine
@@ -141,7 +141,7 @@ async def stream(engine: Engine, job: Job, write: Callable[[str], object]) -> De
     with trio.move_on_after(job.timeout_seconds):
         handle = await submit_patiently(engine, job.request)
         try:
-            async with aclosing(cast("AsyncGenerator[Delta, None]", handle.outbox.deltas())) as deltas:
+            async with aclosing(handle.deltas()) as deltas:
                 async for delta in deltas:
                     write(delta.text)
         finally:

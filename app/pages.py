@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from app.http import Context
 
 STREAM_HEADERS: Final = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
-SECURITY_HEADERS: Final = {
-    "Content-Security-Policy": (
-        "default-src 'self'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
-        "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-}
 EFFECTS: Final = {
     "max_num_seqs": "More: more requests at once, each a little slower. Fewer: each is faster, others wait longer.",
     "max_num_batched_tokens": "Lower: steadier tokens for those being answered. Higher: sooner first tokens.",
@@ -46,7 +35,7 @@ def pages_blueprint(context: Context) -> Blueprint:
         static_folder=str(static_dir()),
         static_url_path="/static",
     )
-    pages.after_request(add_security_headers)
+    pages.after_request(set_cache_control)
     templates = make_environment()
     telemetry, model = context.telemetry, context.engine.model
 
@@ -85,9 +74,8 @@ def pages_blueprint(context: Context) -> Blueprint:
     return pages
 
 
-async def add_security_headers(response: Response) -> Response:
-    """Headers of every page: no foreign or inline script, no frame around it, nothing kept but static files."""
-    response.headers.extend({k: v for k, v in SECURITY_HEADERS.items() if k not in response.headers})
+async def set_cache_control(response: Response) -> Response:
+    """Nothing is kept but static files."""
     if request.path.startswith("/static/") and request.args.get("v"):
         # The address changes with the content, so what lies under it never does.
         response.headers["Cache-Control"] = "public, max-age=31536000, immutable"

@@ -80,7 +80,7 @@ def make_context(settings: Settings, engine: Engine, lifecycle: Lifecycle) -> Co
     return Context(
         settings=settings,
         engine=engine,
-        telemetry=Telemetry(engine),
+        telemetry=Telemetry(engine, process=lifecycle.stats),
         lifecycle=lifecycle,
         audit=audit,
         live=LiveConfig(engine, audit),

@@ -48,6 +48,7 @@ class ScheduledBatch:
         new_blocks: `(seat, block_ids)` appended to the seat's block table, after `seated`.
         preempted: sequence ids that lost their seat when this step was planned.
         token_budget: the limit the step was planned under, in tokens.
+        generation: of the limits it was planned under.
     """
 
     step: int
@@ -61,6 +62,7 @@ class ScheduledBatch:
     new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     preempted: tuple[int, ...] = ()
     token_budget: int = 0
+    generation: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 STALL_SECONDS = 15.0
 MAX_RETRY_AFTER_SECONDS = 60
+UNKNOWN_RETRY_AFTER_SECONDS = 5  # nothing has finished in the last minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class Engine:
         if self._draining:
             self._stats.rejected["draining"] += 1
             raise DrainingError
-        depth = len(self._open) - len(self._scheduler.running)
+        depth = self._num_waiting()
         if depth >= self.config.max_waiting:
             self._stats.rejected["queue_full"] += 1
             raise QueueFullError("requests", depth, self.config.max_waiting, retry_after_seconds=self._retry_after())
@@ -217,6 +218,12 @@ class Engine:
         """The numbers of `/metrics`, true now."""
         return self._report.metrics(self.limits)
 
+    def _num_waiting(self) -> int:
+        """Requests beyond those that run and those that the next step will seat."""
+        running = len(self._scheduler.running)
+        seats = max(running, self.limits.max_num_seqs) if self._scheduler.wait_reason is None else running
+        return max(0, len(self._open) - seats)
+
     def _check_waiting_tokens(self, num_tokens: int) -> None:
         opened = sum(handle.num_prompt_tokens for handle in self._open.values())
         depth = opened - sum(sequence.num_prompt_tokens for sequence in self._scheduler.running)
@@ -227,8 +234,7 @@ class Engine:
     def _retry_after(self) -> int:
         """Whole seconds until about half of the queue will be gone, at the rate at which requests finish now."""
         rate = self._stats.finish_rate.per_second(trio.current_time())
-        depth = max(1, len(self._open) - len(self._scheduler.running))
-        seconds = MAX_RETRY_AFTER_SECONDS if rate == 0 else math.ceil(depth / 2 / rate)
+        seconds = math.ceil(self._num_waiting() / 2 / rate) if rate else UNKNOWN_RETRY_AFTER_SECONDS
         return max(1, min(seconds, MAX_RETRY_AFTER_SECONDS))
 
     def _refused(self, handle: Handle, error: RelevoError | None) -> None:

@@ -93,10 +93,19 @@ class Handle:
             raise self._refusal
         return self.num_prompt_tokens
 
+    async def take(self) -> Delta:
+        """The next piece of the answer; a cancelled wait loses nothing. Nothing comes after a finish reason.
+
+        A refused request ends with `ERROR`; `accepted()` tells why.
+        """
+        return await self.outbox.take()
+
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """The answer, piece by piece; the last piece has a finish reason. To be read once."""
-        await self.accepted()
-        async for delta in self.outbox.deltas():
+        """All pieces, to be read once."""
+        delta = await self.take()
+        yield delta
+        while delta.finish_reason is None:
+            delta = await self.take()
             yield delta
 
     def abort(self, cause: str) -> None:
@@ -124,4 +133,5 @@ class Handle:
     def refuse(self, error: RelevoError) -> None:
         """The engine will not serve it; `accepted()` raises `error`."""
         self._refusal = error
+        self.outbox.close("", FinishReason.ERROR, Usage(0, 0), str(error))
         self._decided.set()

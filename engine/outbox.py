@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from engine.sequence import FinishReason
 
 
@@ -66,17 +64,14 @@ class Outbox:
             self.last = Delta(text, (), reason, error, usage)
             self._news.set()
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Pieces as they come, several steps' worth in one when the reader was slow. The last has a finish reason."""
-        while True:
-            await self._news.wait()
-            self._news = trio.Event()
-            self.unread_since = None
-            text, token_ids = "".join(self._text), tuple(self._token_ids)
-            self._text.clear()
-            self._token_ids.clear()
-            last = self.last
-            if last is not None:
-                yield Delta(text + last.text, token_ids, last.finish_reason, last.error, last.usage)
-                return
-            yield Delta(text, token_ids)
+    async def take(self) -> Delta:
+        """Wait for news and take all of it: several steps' worth when the reader was slow. Safe to cancel."""
+        await self._news.wait()
+        self._news = trio.Event()
+        self.unread_since = None
+        text, token_ids, last = "".join(self._text), tuple(self._token_ids), self.last
+        self._text.clear()
+        self._token_ids.clear()
+        if last is None:
+            return Delta(text, token_ids)
+        return Delta(text + last.text, token_ids, last.finish_reason, last.error, last.usage)

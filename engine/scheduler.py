@@ -33,10 +33,10 @@ class SequenceUpdate(NamedTuple):
 class _Plan:
     """The columns of a batch while it is being made."""
 
-    def __init__(self, step: int, token_budget: int) -> None:
+    def __init__(self, step: int, limits: Limits) -> None:
         self.step = step
-        self.token_budget = token_budget
-        self.tokens_left = token_budget
+        self.limits = limits
+        self.tokens_left = limits.max_num_batched_tokens
         self.seats: list[int] = []
         self.sequence_ids: list[int] = []
         self.starts: list[int] = []
@@ -73,7 +73,8 @@ class _Plan:
             seated=tuple(self.seated),
             new_blocks=tuple(self.new_blocks),
             preempted=tuple(self.preempted),
-            token_budget=self.token_budget,
+            token_budget=self.limits.max_num_batched_tokens,
+            generation=self.limits.generation,
         )
 
 
@@ -141,7 +142,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledBatch:
         """Plan the next step. An empty batch means that nothing waits or runs."""
-        plan = _Plan(self._step + 1, self.limits.max_num_batched_tokens)
+        plan = _Plan(self._step + 1, self.limits)
         self._continue_running(plan)
         if plan.preempted:
             # Whoever lost its seat must not take it back from under those it was lost to.
@@ -207,7 +208,7 @@ class Scheduler:
 
     def _continue_running(self, plan: _Plan) -> None:
         running = self.running
-        if plan.token_budget < len(running):
+        if plan.tokens_left < len(running):
             # Not everyone gets a token: those who have waited longest go first, so that nobody starves.
             order = sorted(running, key=lambda sequence: sequence.last_step)
         else:

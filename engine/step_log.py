@@ -29,6 +29,7 @@ class StepRecord:
             "step": batch.step,
             "time": round(self.time, 4),
             "budget": batch.token_budget,
+            "generation": batch.generation,
             "rows": [
                 [seat, request_id, "decode" if decodes else "prefill", count]
                 for seat, request_id, decodes, count in zip(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -43,35 +42,6 @@ class Generation:
     envelope: sse.Envelope
     deadline: float
     include_usage: bool
-
-
-class AnswerReader:
-    """Reads a generation's pieces, each wait limited by the heartbeat and the deadline."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._handle = generation.handle
-        self._deadline = generation.deadline
-        self._deltas = self._handle.outbox.deltas()
-
-    async def read(self) -> Delta | None:
-        """The next piece, or `None` when it is time for a heartbeat. Past the deadline the request is ended."""
-        now = trio.current_time()
-        until = now + HEARTBEAT_SECONDS
-        if now < self._deadline:
-            until = min(until, self._deadline)
-        else:
-            self._handle.abort("timeout")
-        with trio.move_on_at(until) as scope:
-            delta = await anext(self._deltas)
-        if not scope.cancelled_caught:
-            return delta
-        # A cancelled wait has ended the generator. What has gathered is still in the outbox.
-        self._deltas = self._handle.outbox.deltas()
-        return None
-
-    async def aclose(self) -> None:
-        """Let go of the generator; it has no clean-up that waits."""
-        await self._deltas.aclose()
 
 
 def check_model(context: Context, body: Body) -> None:
@@ -128,14 +98,26 @@ async def respond(generation: Generation, *, stream: bool) -> Response:
     return response
 
 
+async def _read(generation: Generation) -> Delta | None:
+    """The next piece, or `None` when it is time for a heartbeat. Past the deadline the request is ended."""
+    now = trio.current_time()
+    until = now + HEARTBEAT_SECONDS
+    if now < generation.deadline:
+        until = min(until, generation.deadline)
+    else:
+        generation.handle.abort("timeout")
+    with trio.move_on_at(until):
+        return await generation.handle.take()
+    return None
+
+
 async def _respond_whole(generation: Generation) -> Response:
     texts: list[str] = []
     delta: Delta | None = None
-    async with aclosing(AnswerReader(generation)) as reader:
-        while delta is None or delta.finish_reason is None:
-            delta = await reader.read()
-            if delta is not None:
-                texts.append(delta.text)
+    while delta is None or delta.finish_reason is None:
+        delta = await _read(generation)
+        if delta is not None:
+            texts.append(delta.text)
     if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or delta.usage is None:
         raise ending_error(delta.finish_reason, delta.error)
     answer = generation.envelope.whole("".join(texts), delta.finish_reason.value, delta.usage)
@@ -144,18 +126,17 @@ async def _respond_whole(generation: Generation) -> Response:
 
 async def _stream(generation: Generation) -> AsyncIterator[bytes]:
     envelope = generation.envelope
-    async with aclosing(AnswerReader(generation)) as reader:
-        yield envelope.opening()
-        while True:
-            delta = await reader.read()
-            if delta is None:
-                yield sse.HEARTBEAT
-                continue
-            if delta.text:
-                yield envelope.text(delta.text)
-            if delta.finish_reason is not None:
-                yield _ending(generation, delta)
-                return
+    yield envelope.opening()
+    while True:
+        delta = await _read(generation)
+        if delta is None:
+            yield sse.HEARTBEAT
+            continue
+        if delta.text:
+            yield envelope.text(delta.text)
+        if delta.finish_reason is not None:
+            yield _ending(generation, delta)
+            return
 
 
 def _ending(generation: Generation, delta: Delta) -> bytes:

@@ -167,7 +167,7 @@ async def test_a_chat_cannot_open_a_turn_from_within_its_content(autojump_clock:
 
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(autojump_clock: MockClock) -> None:
     async with open_fake_engine(fake_config(max_num_seqs=1, max_waiting=3)) as engine:
-        handles = [engine.submit(ask(f"first {i}")) for i in range(3)]
+        handles = [engine.submit(ask(f"first {i}")) for i in range(4)]
         with pytest.raises(QueueFullError, match="3 requests wait, the limit is 3") as refused:
             engine.submit(ask("one more"))
         assert refused.value.retry_after_seconds >= 1

@@ -1,0 +1,68 @@
+"""`relevo bench`: measures, and shows the figures as a table."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from app.cli.progress import Progress
+from engine.bench import measure_speed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from engine.config import EngineConfig
+
+HEADER = ("batch", "context", "step ms", "products ms", "ratio", "attention ms", "tokens/s", "of the floor")
+
+
+def run_bench(
+    config: EngineConfig,
+    *,
+    batches: Sequence[int] = (1, 4, 16, 32),
+    contexts: Sequence[int] = (300,),
+    json_path: Path | None = None,
+    echo: Callable[[str], None] = print,
+) -> int:
+    """Measure, show the table, and write the JSON where asked; gives the exit code.
+
+    Raises:
+        ConfigError: the settings do not fit the model or the machine.
+        ModelError: the model cannot be loaded.
+    """
+    with Progress("Measuring", unit="parts") as progress:
+        result = measure_speed(config, batches=batches, contexts=contexts, report=progress)
+    for line in table_of(result):
+        echo(line)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def table_of(result: dict[str, Any]) -> list[str]:
+    """The lines of the terminal's table."""
+    machine, quality = result["machine"], result["quality"]
+    lines = [
+        f"{result['model']} in {result['dtype']} on {machine['processor']} ({machine['vector_extension']}), "
+        f"{machine['threads']} threads",
+        f"memory {machine['memory_bytes_per_second'] / 1e9:.1f} GB/s, "
+        f"products {machine['product_flops_per_second'] / 1e9:.0f} GFLOP/s",
+        "",
+        "  ".join(HEADER),
+    ]
+    for row in result["rows"]:
+        cells = (
+            f"{row['batch']}",
+            f"{row['context']}",
+            f"{row['step_seconds'] * 1e3:.1f}",
+            f"{row['gemm_seconds'] * 1e3:.1f}",
+            f"{row['step_seconds'] / row['gemm_seconds']:.2f}",
+            f"{row['attention_seconds'] * 1e3:.1f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['share_of_floor']:.0%}",
+        )
+        lines.append("  ".join(cell.rjust(len(name)) for cell, name in zip(cells, HEADER, strict=True)))
+    reference = quality["reference_mean_nll"]
+    against = "" if reference is None else f"; float32 reference {reference:.4f}"
+    return [*lines, "", f"mean negative log-likelihood of a short text: {quality['mean_nll']:.4f}{against}"]

@@ -22,17 +22,24 @@ def run_bench(
     *,
     batches: Sequence[int] = (1, 4, 16, 32),
     contexts: Sequence[int] = (300,),
+    seconds_per_row: float = 8.0,
     json_path: Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> int:
     """Measure, show the table, and write the JSON where asked; gives the exit code.
+
+    Args:
+        seconds_per_row: time to spend on each row of the table, about.
+        echo: takes each line of the table.
 
     Raises:
         ConfigError: the settings do not fit the model or the machine.
         ModelError: the model cannot be loaded.
     """
     with Progress("Measuring", unit="parts") as progress:
-        result = measure_speed(config, batches=batches, contexts=contexts, report=progress)
+        result = measure_speed(
+            config, batches=batches, contexts=contexts, seconds_per_row=seconds_per_row, report=progress
+        )
     for line in table_of(result):
         echo(line)
     if json_path is not None:

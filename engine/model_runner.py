@@ -80,7 +80,7 @@ class ModelRunner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._block_size = block_size
-        self._kv_caches: list[torch.Tensor] = []
+        self.kv_caches: list[torch.Tensor] = []
         self._rows: InputBatch
 
     @property
@@ -111,7 +111,7 @@ class ModelRunner:
     @torch.inference_mode()
     def allocate_cache(self, num_blocks: int) -> None:
         """Make room for `num_blocks` blocks; what was cached before is gone."""
-        self._kv_caches = self._make_caches(num_blocks)
+        self.kv_caches = self._make_caches(num_blocks)
         self._rows = self._make_rows(self._max_num_seqs, num_blocks)
 
     def warm_up(self) -> None:
@@ -128,7 +128,7 @@ class ModelRunner:
         if len(batch) == 0:
             return StepOutput(batch.step, (), {}, time.perf_counter() - begin)
         inputs = self._rows.prepare(batch)
-        hidden = self.model.forward(inputs.model, self._kv_caches)
+        hidden = self.model.forward(inputs.model, self.kv_caches)
         token_ids = np.full(len(batch), -1, dtype=np.int64)
         broken = _broken_rows(hidden, inputs)
         if len(inputs.sampling) > 0:
@@ -203,7 +203,7 @@ class ModelRunner:
     def _clean(self, seat: int) -> None:
         """Take what is no number out of a seat's blocks: whoever gets them next multiplies it by zero, which is NaN."""
         block_ids = self._rows.blocks_of(seat)
-        for kv_cache in self._kv_caches:
+        for kv_cache in self.kv_caches:
             kv_cache[block_ids] = torch.nan_to_num(kv_cache[block_ids], nan=0.0, posinf=0.0, neginf=0.0)
 
 

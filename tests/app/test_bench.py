@@ -1,0 +1,55 @@
+"""`relevo bench` on a tiny model: every figure is there and they belong together."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from app.bench import run_bench
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from tests.tiny_models import make_config, make_tensors, write_gguf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def tiny_config(tmp_path: Path, dtype: str) -> EngineConfig:
+    config = make_config()
+    path = write_gguf(tmp_path / "tiny.gguf", config, make_tensors(config))
+    return EngineConfig(model=str(path), dtype=dtype, num_threads=1, cache_memory_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
+    lines: list[str] = []
+    target = tmp_path / "speed.json"
+    code = run_bench(
+        tiny_config(tmp_path, dtype),
+        batches=(1, 5),
+        contexts=(20, 33),
+        seconds_per_row=0.0,
+        json_path=target,
+        echo=lines.append,
+    )
+    assert code == 0
+    result = json.loads(target.read_text())
+    assert (result["model"], result["dtype"]) == ("tiny", dtype)
+    assert [(row["context"], row["batch"]) for row in result["rows"]] == [(20, 1), (20, 5), (33, 1), (33, 5)]
+    for row in result["rows"]:
+        assert row["gemm_seconds"] > 0
+        assert row["attention_seconds"] > 0
+        assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["step_seconds"])
+        assert row["share_of_floor"] == pytest.approx(row["floor_seconds"] / row["step_seconds"])
+    assert result["machine"]["threads"] == 1
+    assert result["quality"]["mean_nll"] > 0
+    assert result["quality"]["reference_mean_nll"] is None  # known for the built-in model alone
+    assert len(lines) == 10
+    assert {len(line) for line in lines[3:8]} == {len(lines[3])}
+
+
+def test_a_context_beyond_the_model_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too short to measure"):
+        run_bench(tiny_config(tmp_path, "float32"), batches=(1,), contexts=(100,), echo=lambda line: None)

@@ -130,6 +130,10 @@ class Scheduler:
         """
         if not 0 < sequence.num_prompt_tokens <= self.usable_capacity:
             raise ValueError(f"{sequence.num_prompt_tokens} prompt tokens, usable capacity {self.usable_capacity}")
+        # The last token needs no place in the cache: nothing is computed from it.
+        longest = self.usable_capacity + 1
+        max_tokens = sequence.params.max_tokens
+        sequence.end_length = longest if max_tokens is None else min(longest, sequence.num_prompt_tokens + max_tokens)
         self._live[sequence.sequence_id] = sequence
         self._wait(sequence, first=False)
 
@@ -156,26 +160,26 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[SequenceUpdate]:
         """Apply what a step gave back; results for sequences that have ended meanwhile are dropped and counted."""
         updates: list[SequenceUpdate] = []
-        live, capacity = self._live, self.usable_capacity
+        live, failures = self._live, output.failures
         self.num_rows += len(batch.seats)
-        for row, sequence_id in enumerate(batch.sequence_ids):
+        columns = zip(batch.sequence_ids, batch.starts, batch.counts, batch.samples, output.token_ids, strict=True)
+        for row, (sequence_id, start, count, samples, token_id) in enumerate(columns):
             sequence = live.get(sequence_id)
-            if sequence is None or sequence.num_computed_tokens != batch.starts[row]:
+            if sequence is None or sequence.num_computed_tokens != start:
                 self.num_dropped_results += 1
                 continue
             self.num_useful_rows += 1
-            if row in output.failures:
-                updates.append(SequenceUpdate(sequence_id, None, FinishReason.ERROR, output.failures[row]))
+            if row in failures:
+                updates.append(SequenceUpdate(sequence_id, None, FinishReason.ERROR, failures[row]))
                 self._finish(sequence, FinishReason.ERROR)
                 continue
-            sequence.num_computed_tokens += batch.counts[row]
-            if not batch.samples[row]:
+            sequence.num_computed_tokens = start + count
+            if not samples:
                 continue
-            token_id = output.token_ids[row]
             sequence.token_ids.append(token_id)
             if sequence.first_token_time is None:
                 sequence.first_token_time = now
-            reason = _ending(sequence, token_id, capacity)
+            reason = _ending(sequence, token_id)
             updates.append(SequenceUpdate(sequence_id, token_id, reason))
             if reason is not None:
                 self._finish(sequence, reason)
@@ -207,7 +211,7 @@ class Scheduler:
             raise RuntimeError(f"{self.kv_cache.usage.used} blocks are used and nothing runs")
 
     def _continue_running(self, plan: _Plan) -> None:
-        running = self.running
+        running, block_size = self.running, self.kv_cache.block_size
         if plan.tokens_left < len(running):
             # Not everyone gets a token: those who have waited longest go first, so that nobody starves.
             order = sorted(running, key=lambda sequence: sequence.last_step)
@@ -218,10 +222,11 @@ class Scheduler:
                 break
             if sequence.seat < 0:
                 continue  # lost its seat to an earlier one in this very pass
-            behind = len(sequence.token_ids) - sequence.num_computed_tokens
-            new_blocks = self._make_room(sequence, plan)
+            num_tokens = len(sequence.token_ids)
+            fits = num_tokens <= len(sequence.block_ids) * block_size
+            new_blocks = () if fits else self._make_room(sequence, plan)
             if new_blocks is not None:
-                plan.add(sequence, behind, new_blocks)
+                plan.add(sequence, num_tokens - sequence.num_computed_tokens, new_blocks)
 
     def _make_room(self, sequence: Sequence, plan: _Plan) -> tuple[int, ...] | None:
         """Blocks for all known tokens; if there are none, the youngest give theirs, at worst the sequence itself."""
@@ -319,11 +324,9 @@ class Scheduler:
         sequence.seat = -1
 
 
-def _ending(sequence: Sequence, token_id: int, capacity: int) -> FinishReason | None:
+def _ending(sequence: Sequence, token_id: int) -> FinishReason | None:
     """Why a sequence that just got `token_id` ends here, or `None`."""
     params = sequence.params
     if token_id in params.stop_token_ids and sequence.num_output_tokens > params.min_tokens:
         return FinishReason.STOP
-    if sequence.num_output_tokens == params.max_tokens or sequence.num_tokens > capacity:
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.end_length else None

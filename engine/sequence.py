@@ -63,6 +63,7 @@ class Sequence:
         token_ids: prompt followed by output.
         num_computed_tokens: how many of `token_ids` have their keys and values in the cache.
         num_tokens_thrown_away: computed tokens that the last preemption discarded, until it is resumed.
+        end_length: the number of tokens at which it ends with `LENGTH`; set by the scheduler.
         seat: the row of the batch it holds while running, else -1.
         last_step: the last step it took part in, else -1.
         arrival_time: seconds on the engine's clock.
@@ -76,6 +77,7 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
+    end_length: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     seat: int = -1

@@ -23,9 +23,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4, 16]),
         max_model_len=st.integers(4, 100),
     )
-    def start(
-        self, max_num_seqs: int, token_budget: int, num_blocks: int, block_size: int, max_model_len: int
-    ) -> None:
+    def start(self, max_num_seqs: int, token_budget: int, num_blocks: int, block_size: int, max_model_len: int) -> None:
         self.simulation = Simulation(
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,

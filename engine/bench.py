@@ -7,12 +7,10 @@ machine only figures of the same moments can be compared.
 from __future__ import annotations
 
 import json
-import platform
 import random
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,7 @@ import torch
 
 from engine.batch import ScheduledBatch, Seated
 from engine.errors import ConfigError
+from engine.machine import Machine, measure_machine, seconds_of
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
 from engine.sequence import SamplingParams
@@ -33,25 +32,6 @@ if TYPE_CHECKING:
     from engine.loaded import TokenizerLike
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
-READ_BYTES = 256 << 20  # larger than any processor's cache
-PRODUCT_ROWS = 256  # enough for a product to be bound by arithmetic
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the model runs on.
-
-    Attributes:
-        memory_bytes_per_second: reading memory in one long run, measured.
-        product_flops_per_second: the model's own matrix products at `PRODUCT_ROWS` rows, measured.
-    """
-
-    processor: str
-    vector_extension: str
-    threads: int
-    torch: str
-    memory_bytes_per_second: float
-    product_flops_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +90,7 @@ def measure_speed(
         raise ConfigError(f"The model knows a context of {model.max_model_len} tokens; that is too short to measure.")
     total = len(pairs) + 2
     report(0, total)
-    with torch.inference_mode():
-        machine = measure_machine(runner)
+    machine = measure_machine(runner.model)
     rows = []
     for done, (context, batch) in enumerate(pairs, start=1):
         report(done, total)
@@ -127,28 +106,6 @@ def measure_speed(
         "rows": [asdict(row) for row in rows],
         "quality": quality,
     }
-
-
-def measure_machine(runner: ModelRunner) -> Machine:
-    """Name the processor and measure how fast it reads and multiplies."""
-    memory = torch.ones(READ_BYTES // 4)
-    read_seconds = median(seconds_of(memory.sum) for _ in range(7))
-    layers, config = runner.model.layers[:8], runner.model.config
-    x = torch.randn(PRODUCT_ROWS, config.hidden_size)
-
-    def multiply() -> None:
-        for layer in layers:
-            layer.gate_up(x)
-
-    flops = 2 * PRODUCT_ROWS * config.hidden_size * 2 * config.intermediate_size * len(layers)
-    return Machine(
-        processor=_processor(),
-        vector_extension=torch.backends.cpu.get_cpu_capability(),
-        threads=torch.get_num_threads(),
-        torch=str(torch.__version__),
-        memory_bytes_per_second=READ_BYTES / read_seconds,
-        product_flops_per_second=flops / median(seconds_of(multiply) for _ in range(7)),
-    )
 
 
 def measure_row(runner: ModelRunner, machine: Machine, *, batch: int, context: int, seconds: float) -> Row:
@@ -263,19 +220,3 @@ def measure_quality(runner: ModelRunner, tokenizer: TokenizerLike, max_tokens: i
         "mean_nll": sum(scores) / len(scores),
         "reference_mean_nll": data["mean_nll"] if is_reference else None,
     }
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

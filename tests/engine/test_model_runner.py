@@ -110,6 +110,26 @@ def test_a_row_that_is_not_a_number_fails_alone_and_leaves_nothing(position: int
     assert [guest.output for guest in guests + late] == expected * 2
 
 
+def test_padding_reads_no_block_of_another_row() -> None:
+    checkpoint = make_checkpoint(tie_word_embeddings=False)
+    checkpoint.weights["model.embed_tokens.weight"][9] = float("nan")
+    prompts = [(9,), (6,), (1,) * 9]  # the last one pads the others
+    output = make_runner(checkpoint).execute(
+        ScheduledBatch(
+            step=1,
+            seats=(0, 1, 2),
+            sequence_ids=(0, 1, 2),
+            starts=(0, 0, 8),
+            counts=(1, 1, 1),
+            samples=(True, True, True),
+            seated=tuple(Seated(i, i, prompt, len(prompt), GREEDY) for i, prompt in enumerate(prompts)),
+            new_blocks=((0, (0,)), (1, (1,)), (2, (2, 3, 4))),
+        )
+    )
+    assert list(output.failures) == [0]
+    assert output.token_ids[1:2] == tuple(alone(checkpoint, [6], 1, GREEDY))
+
+
 def test_bfloat16_is_close_to_float32(tiny: FakeCheckpoint) -> None:
     token_ids = prompts_of(1, tiny.config.vocab_size, 3)[0]
     exact = torch.tensor(make_runner(tiny).score(token_ids))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-__all__ = ["ApiKey", "Key", "Settings", "environment", "is_loopback", "keys", "load_settings"]
+__all__ = ["ApiKey", "Key", "Settings", "environment", "is_loopback", "keys", "let_threads_sleep", "load_settings"]
 
 _PREFIX = "RELEVO_"
 # A Kubernetes service called "relevo" puts these into every pod; they are no settings.
@@ -123,6 +123,16 @@ def keys() -> Iterator[Key]:
 
 def _sections() -> dict[str, type[Section]]:
     return {name: type(field.default) for name, field in Settings.model_fields.items()}
+
+
+def let_threads_sleep() -> None:
+    """Let torch's threads sleep, not spin, while they wait for each other. To be called before torch is imported.
+
+    OpenMP's threads spin by default, and the one that spins keeps the core that the other one needs as soon as anything
+    else runs on the machine. Measured on two cores, a decode step of eight sequences: alone 123 ms spinning, 128 ms
+    sleeping; beside one more such process 3,200 ms spinning, 411 ms sleeping.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def environment() -> Mapping[str, str]:

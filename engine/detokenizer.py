@@ -34,11 +34,16 @@ class Detokenizer:
         self._held = ""
         self._finished = False
 
-    def push(self, token_id: int) -> str:
-        """Take one token; return the text that is certain now, often `""` or more than the token's own."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Take one token; return the text that is certain now, often `""` or more than the token's own.
+
+        Args:
+            may_stop: whether a stop string may begin here; once true, it stays true (`min_tokens`).
+        """
         if self._finished or self._skip(token_id):
             return ""
-        return self._release(self._decoder.decode(self._token_bytes(token_id)))
+        text = self._decoder.decode(self._token_bytes(token_id))
+        return self._release(text) if may_stop else text
 
     def finish(self) -> str:
         """End of the sequence: return what was held back. A character that was cut short becomes U+FFFD."""

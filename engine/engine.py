@@ -50,7 +50,6 @@ class ModelInfo:
     weights_kind: str
     num_blocks: int
     block_size: int
-    has_chat_template: bool
     remarks: tuple[str, ...]
 
 
@@ -67,14 +66,16 @@ class Engine:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, stepper: Stepper) -> None:
         self.config = config
-        self.limits = config.limits
-        self.capacity = config.capacity
         self.tokenizer: TokenizerLike = loaded.tokenizer
         self.chat_template: ChatTemplateLike | None = loaded.chat_template
+        # A running sequence holds a block at least: more seats than blocks could never be filled.
+        self.capacity = replace(
+            config.capacity, max_num_seqs=max(config.max_num_seqs, min(config.capacity_num_seqs, loaded.num_blocks))
+        )
         self._scheduler = Scheduler(
             KVCache(loaded.num_blocks, config.block_size),
             limits=config.limits,
-            num_seats=config.capacity_num_seqs,
+            num_seats=self.capacity.max_num_seqs,
             max_model_len=loaded.max_model_len,
         )
         self.model = ModelInfo(
@@ -84,7 +85,6 @@ class Engine:
             weights_kind=loaded.weights_kind,
             num_blocks=loaded.num_blocks,
             block_size=config.block_size,
-            has_chat_template=loaded.chat_template is not None,
             remarks=loaded.remarks,
         )
         self._stats = Stats(config.slo)
@@ -126,6 +126,11 @@ class Engine:
             on_closed=self._closed,
         )
 
+    @property
+    def limits(self) -> Limits:
+        """The limits that the next step is planned under."""
+        return self._scheduler.limits
+
     async def run(self) -> None:
         """The three actors, until cancelled or one of them fails."""
         async with trio.open_nursery() as nursery:
@@ -154,13 +159,6 @@ class Engine:
             self._idle = trio.Event()
         return handle
 
-    def abort(self, request_id: str, cause: str) -> bool:
-        """End every open request of this name; whether there was one."""
-        found = [handle for handle in self._open.values() if handle.request_id == request_id]
-        for handle in found:
-            handle.abort(cause)
-        return bool(found)
-
     async def set_limits(self, changes: Mapping[str, int]) -> Limits:
         """Change live limits at the next step boundary. Lowering drains: nobody loses a seat.
 
@@ -175,12 +173,10 @@ class Engine:
                 raise ValueError(f"{name} cannot be changed while running")
             if not 1 <= value <= getattr(self.capacity, name):
                 raise ValueError(f"{name} must lie between 1 and {getattr(self.capacity, name)}, not {value}")
-        limits = replace(self.limits, generation=self.limits.generation + 1, **changes)
-        self.limits = limits
         done = trio.Event()
-        await self._commands.send(SetLimits(limits, done))
+        await self._commands.send(SetLimits(dict(changes), done))
         await done.wait()
-        return limits
+        return self.limits
 
     def health(self) -> Health:
         """Whether requests are served now. Answered from memory."""
@@ -199,6 +195,21 @@ class Engine:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._open)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a seat."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a seat."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that were passed on and whose ending has not been told yet."""
+        return self._streaming.num_streams
 
     async def wait_idle(self) -> None:
         """Wait until no request is open."""
@@ -244,7 +255,6 @@ class Engine:
         else:
             code = error.code if isinstance(error, (RequestError, QueueFullError)) else None
             self._stats.rejected[code if code in ("context_length_exceeded", "queue_full") else "invalid"] += 1
-        self._streaming.forget(handle)
         self._closed(handle)
 
     def _closed(self, handle: Handle) -> None:

@@ -61,8 +61,12 @@ class Ingress:
         """Take in one handle after the other, for ever."""
         async for handle in self._arrivals:
             try:
-                token_ids = await self._tokenize(handle)
-                self._check(handle, token_ids)
+                if handle.abort_cause is None:
+                    token_ids = await self._tokenize(handle)
+                    self._check(handle, token_ids)
+                if handle.abort_cause is not None:
+                    self._on_refused(handle, None)
+                    continue
             except (RequestError, QueueFullError) as error:
                 handle.refuse(error)
                 self._on_refused(handle, error)
@@ -70,14 +74,13 @@ class Ingress:
             await self._pass_on(handle, token_ids)
 
     async def _pass_on(self, handle: Handle, token_ids: tuple[int, ...]) -> None:
+        """From here on a request ends in one way only: the scheduler ends it and the streaming actor closes it."""
         await self._results.send(Opened(handle))
-        # An abort may have come meanwhile. Between this look and the two lines below nothing else runs.
-        if handle.abort_cause is not None:
-            self._on_refused(handle, None)
-            return
         self._commands.send_nowait(Add(self._sequence(handle, token_ids)))
-        end = End(handle.sequence_id, FinishReason.ABORT)
-        handle.accept(len(token_ids), on_abort=partial(self._commands.send_nowait, end))
+        end = partial(self._commands.send_nowait, End(handle.sequence_id, FinishReason.ABORT))
+        if handle.abort_cause is not None:  # its caller left while it was being passed on
+            end()
+        handle.accept(len(token_ids), on_abort=end)
 
     def _sequence(self, handle: Handle, token_ids: tuple[int, ...]) -> Sequence:
         request = handle.request
@@ -120,9 +123,9 @@ class Ingress:
         return tuple(encode())
 
     def _check_ids(self, token_ids: tuple[int, ...], param: str) -> None:
-        vocab_size = self._tokenizer.vocab_size
-        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"Token id {wrong} is not in the vocabulary of 0 to {vocab_size - 1}.", param=param
-            )
+        if len(token_ids) > self._usable_capacity:
+            raise ContextLengthError(len(token_ids), self._usable_capacity, param=param)
+        last = self._tokenizer.vocab_size - 1
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id <= last:
+                raise InvalidRequestError(f"Token id {token_id} is not in the vocabulary of 0 to {last}.", param=param)

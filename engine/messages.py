@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import trio
 
-    from engine.config import Limits
     from engine.handle import Handle
     from engine.scheduler import SequenceUpdate
     from engine.sequence import FinishReason, Sequence
@@ -31,9 +32,9 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class SetLimits:
-    """admin → scheduling: new limits from the next step on; `done` is set when they hold."""
+    """admin → scheduling: new values from the next step on; `done` is set when they hold."""
 
-    limits: Limits
+    changes: Mapping[str, int]
     done: trio.Event
 
 

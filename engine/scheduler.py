@@ -99,19 +99,13 @@ class Scheduler:
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
+        self.num_prompt_tokens = 0
         self.num_dropped_results = 0
         self.num_rows = 0
         self.num_useful_rows = 0
         self._live: dict[int, Sequence] = {}
         self._free_seats = list(range(num_seats - 1, -1, -1))
         self._step = 0
-
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._live
-
-    def get(self, sequence_id: int) -> Sequence | None:
-        """The live sequence of this id, if it has not ended."""
-        return self._live.get(sequence_id)
 
     def request_ids(self, sequence_ids: Iterable[int]) -> tuple[str, ...]:
         """Names of live sequences."""
@@ -174,6 +168,8 @@ class Scheduler:
                 self._finish(sequence, FinishReason.ERROR)
                 continue
             sequence.num_computed_tokens = start + count
+            if sequence.num_prompt_tokens_read < sequence.num_prompt_tokens:
+                self._count_prompt(sequence)
             if not samples:
                 continue
             sequence.token_ids.append(token_id)
@@ -209,6 +205,13 @@ class Scheduler:
             raise RuntimeError(f"{self.num_waiting_tokens} waiting tokens do not match the queue")
         if not self.running and self.kv_cache.usage.used:
             raise RuntimeError(f"{self.kv_cache.usage.used} blocks are used and nothing runs")
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        """Count what was read of a prompt for the first time."""
+        read = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        if read > sequence.num_prompt_tokens_read:
+            self.num_prompt_tokens += read - sequence.num_prompt_tokens_read
+            sequence.num_prompt_tokens_read = read
 
     def _continue_running(self, plan: _Plan) -> None:
         running, block_size = self.running, self.kv_cache.block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -77,6 +78,7 @@ class Scheduling:
         planned = trio.current_time()
         self._record(batch, planned)
         self.step_started = planned
+        num_prompt_tokens = self.scheduler.num_prompt_tokens
         error: Exception | None = None
         try:
             output = await self._stepper.run(lambda: self._runner.execute(batch))
@@ -90,8 +92,8 @@ class Scheduling:
             updates = self.scheduler.update(batch, output, finished)
         else:
             updates = self._fail(batch, error)
-        num_decode_tokens = sum(batch.decodes)
-        self._stats.record_step(finished, finished - planned, batch.num_tokens - num_decode_tokens, num_decode_tokens)
+        self._stats.record_step(finished, finished - planned, batch.num_tokens)
+        self._stats.record_prompt(finished, self.scheduler.num_prompt_tokens - num_prompt_tokens)
         seated = tuple(seated.sequence_id for seated in batch.seated)
         return StepResult(planned, finished, tuple(updates), seated, batch.preempted)
 
@@ -123,8 +125,9 @@ class Scheduling:
         match command:
             case Add(sequence):
                 self.scheduler.add(sequence)
-            case SetLimits(limits, done):
-                self.scheduler.limits = limits
+            case SetLimits(changes, done):
+                limits = self.scheduler.limits
+                self.scheduler.limits = replace(limits, generation=limits.generation + 1, **changes)
                 done.set()
             case End(sequence_id, reason):
                 if self.scheduler.abort(sequence_id, reason) is not None and reason is FinishReason.ABORT:
@@ -133,4 +136,8 @@ class Scheduling:
 
     def _record(self, batch: ScheduledBatch, planned: float) -> None:
         request_ids, preempted = map(self.scheduler.request_ids, (batch.sequence_ids, batch.preempted))
-        self.log.append(StepRecord(batch, request_ids, preempted, planned))
+        idle: tuple[tuple[int, str], ...] = ()
+        if len(batch) < len(self.scheduler.running):
+            taken = set(batch.seats)
+            idle = tuple([(s.seat, s.request_id) for s in self.scheduler.running if s.seat not in taken])
+        self.log.append(StepRecord(batch, request_ids, preempted, idle, planned))

@@ -36,7 +36,7 @@ class SamplingParams:
         seed: key of the noise. The token drawn depends on (seed, choice_index, position) alone.
         choice_index: which of several answers to one prompt this is.
         max_tokens: longest answer, in tokens; `None` is whatever fits.
-        min_tokens: stop tokens cannot be drawn before this many tokens.
+        min_tokens: neither a stop token nor a stop string ends the answer before this many tokens.
         stop_token_ids: tokens that end the answer (the model's own end tokens unless `ignore_eos`).
     """
 
@@ -63,6 +63,7 @@ class Sequence:
         token_ids: prompt followed by output.
         num_computed_tokens: how many of `token_ids` have their keys and values in the cache.
         num_tokens_thrown_away: computed tokens that the last preemption discarded, until it is resumed.
+        num_prompt_tokens_read: how much of the prompt was ever computed; a preemption does not lower it.
         end_length: the number of tokens at which it ends with `LENGTH`; set by the scheduler.
         seat: the row of the batch it holds while running, else -1.
         last_step: the last step it took part in, else -1.
@@ -77,6 +78,7 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
+    num_prompt_tokens_read: int = 0
     end_length: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None

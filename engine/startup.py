@@ -11,7 +11,7 @@ from engine.loaded import LoadedModel
 from engine.loading.checkpoint import open_checkpoint
 from engine.loading.fetch import resolve_model
 from engine.memory import available_bytes
-from engine.model_runner import ModelRunner, resolve_dtype
+from engine.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -32,7 +32,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
     # A path is known by its own name; a built-in model or a hub id by the name it was asked for.
     checkpoint = open_checkpoint(path, name=None if Path(config.model).exists() else config.model)
     max_model_len = _context_length(config, checkpoint.config.context_length)
-    dtype, why = resolve_dtype(config.dtype)
     runner = ModelRunner(
         checkpoint,
         dtype=config.dtype,
@@ -46,12 +45,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
     num_blocks = _num_blocks(config, max_model_len, runner.cache_spec.bytes_per_token(runner.kv_element_bytes))
     runner.allocate_cache(num_blocks)
     runner.warm_up()
-    remarks = [f"dtype {str(dtype).removeprefix('torch.')}: {why}"]
+    dtype = str(runner.dtype).removeprefix("torch.")
+    remarks = [f"dtype {dtype}: {runner.dtype_reason}"]
     if checkpoint.chat_template is None:
         remarks.append("the model has no chat template: /v1/completions works, /v1/chat/completions does not")
     return LoadedModel(
         name=config.served_model_name or checkpoint.name,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype,
         weights_kind=checkpoint.weights_kind,
         max_model_len=max_model_len,
         num_blocks=num_blocks,
@@ -79,11 +79,16 @@ def _num_cores() -> int:
 def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_token: int) -> int:
     """Blocks for the memory that was given, or for what is useful within the share that may be taken."""
     block_bytes = bytes_per_token * config.block_size
+    available = available_bytes()
     if config.cache_memory_bytes is not None:
+        if config.cache_memory_bytes > available:
+            raise ConfigError(
+                f"cache.memory is {config.cache_memory_bytes} bytes, but only {available} are free: give it less."
+            )
         num_blocks = config.cache_memory_bytes // block_bytes
     else:
         useful = config.capacity_num_seqs * -(-max_model_len // config.block_size)
-        num_blocks = min(useful, int(available_bytes() * CACHE_SHARE) // block_bytes)
+        num_blocks = min(useful, int(available * CACHE_SHARE) // block_bytes)
     if num_blocks < 1:
         raise ConfigError(f"cache.memory is too small: one block takes {block_bytes} bytes, give at least as many.")
     return num_blocks

@@ -184,14 +184,17 @@ class Stats:
         default_factory=lambda: {name: deque(maxlen=MAX_SAMPLES) for name in ("ttft", "itl", "e2e")}
     )
 
-    def record_step(self, now: float, seconds: float, num_prompt_tokens: int, num_decode_tokens: int) -> None:
+    def record_step(self, now: float, seconds: float, num_tokens: int) -> None:
         """Count a step: its wall time and the tokens it computed."""
         self.num_steps += 1
-        self.num_step_tokens += num_prompt_tokens + num_decode_tokens
-        self.num_prompt_tokens += num_prompt_tokens
+        self.num_step_tokens += num_tokens
         self.step_seconds.add(now, seconds)
-        self.prompt_rate.add(now, num_prompt_tokens)
-        self.histograms["iteration_tokens_total"].observe(num_prompt_tokens + num_decode_tokens)
+        self.histograms["iteration_tokens_total"].observe(num_tokens)
+
+    def record_prompt(self, now: float, num_tokens: int) -> None:
+        """Count a chunk of a prompt that was read for the first time; what is read again is counted elsewhere."""
+        self.num_prompt_tokens += num_tokens
+        self.prompt_rate.add(now, num_tokens)
 
     def record_token(self, times: RequestTimes, now: float) -> None:
         """Count a token that was generated at `now`."""

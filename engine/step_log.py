@@ -15,15 +15,23 @@ MAX_STEPS = 240
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: its batch, the requests' names in the order of its rows, and when it was planned."""
+    """One step.
+
+    Attributes:
+        request_ids: names, in the order of the batch's rows.
+        preempted: names of those who lost their seat.
+        idle: seat and name of those who sit there and got no tokens.
+        time: when it was planned, on the engine's clock.
+    """
 
     batch: ScheduledBatch
     request_ids: tuple[str, ...]
     preempted: tuple[str, ...]
+    idle: tuple[tuple[int, str], ...]
     time: float
 
     def as_json(self) -> dict[str, Any]:
-        """`rows`: `[seat, request_id, "prefill" | "decode", tokens]`."""
+        """`rows`: `[seat, request_id, "prefill" | "decode" | "idle", tokens]`."""
         batch = self.batch
         return {
             "step": batch.step,
@@ -35,7 +43,8 @@ class StepRecord:
                 for seat, request_id, decodes, count in zip(
                     batch.seats, self.request_ids, batch.decodes, batch.counts, strict=True
                 )
-            ],
+            ]
+            + [[seat, request_id, "idle", 0] for seat, request_id in self.idle],
             "preempted": list(self.preempted),
         }
 

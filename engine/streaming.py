@@ -76,9 +76,10 @@ class Streaming:
                 case StepResult():
                     self._apply(result)
 
-    def forget(self, handle: Handle) -> None:
-        """Drop a request that was opened and then given up before it was scheduled."""
-        self._streams.pop(handle.sequence_id, None)
+    @property
+    def num_streams(self) -> int:
+        """Requests whose ending has not been seen yet."""
+        return len(self._streams)
 
     def _apply(self, result: StepResult) -> None:
         for sequence_id in result.seated:
@@ -98,7 +99,8 @@ class Streaming:
         reason = update.finish_reason
         if update.token_id is not None:
             self._stats.record_token(stream.times, now)
-            text = stream.detokenizer.push(update.token_id)
+            min_tokens = stream.handle.request.params.min_tokens
+            text = stream.detokenizer.push(update.token_id, may_stop=stream.times.num_output_tokens > min_tokens)
             stream.handle.outbox.append(text, update.token_id, now)
             if stream.detokenizer.stopped is not None and reason is not FinishReason.STOP:
                 if reason is None:

@@ -6,6 +6,9 @@ import os
 
 import pytest
 
+from app.config import let_threads_sleep
+
+let_threads_sleep()
 pytest_plugins = ["tests.fixtures_model"]
 
 

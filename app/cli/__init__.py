@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from app.cli import bench, generate, pull, serve
 from app.cli.options import Parser
+from app.config import let_threads_sleep
 from engine.errors import ConfigError, RelevoError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    let_threads_sleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parse(arguments)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.loading.checkpoint import Checkpoint
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 48
+NUM_BLOCKS = 24
 
 
 @pytest.fixture(scope="module")

@@ -297,3 +297,54 @@ async def test_every_accepted_request_ends_in_one_terminal_count(autojump_clock:
         assert sum(requests["finished_by_reason"].values()) == 60 - door
         assert engine.metrics().histograms["time_to_first_token_seconds"].counts
         assert_clean(engine)
+
+
+async def test_a_caller_that_leaves_at_the_door_leaves_nothing(autojump_clock: MockClock) -> None:
+    async with open_fake_engine() as engine:
+        for i in range(100):
+            handle = engine.submit(ask(f"gone {i}"))
+            if i % 2:
+                await trio.lowlevel.checkpoint()
+            handle.abort("client")
+        await engine.wait_idle()
+        await trio.sleep(1)
+        assert engine.num_streams == 0
+        assert_clean(engine)
+
+
+async def test_a_prompt_is_counted_once_however_often_it_is_read(autojump_clock: MockClock) -> None:
+    async with open_fake_engine(num_blocks=12) as engine:
+        texts = [f"prompt number {i}" for i in range(6)]
+        for handle in [engine.submit(ask(text, 20)) for text in texts]:
+            await read(handle)
+        snapshot = engine.snapshot()
+        assert snapshot["recomputed_tokens"] > 0
+        assert snapshot["tokens"]["prompt"] == sum(len(text) for text in texts)
+
+
+async def test_min_tokens_holds_for_stop_strings_too(autojump_clock: MockClock) -> None:
+    text = answer("tell me", 60)
+    early, late = text[3:5], text[20:60]
+    request = GenerationRequest("x", TextPrompt("tell me"), SamplingParams(max_tokens=60, min_tokens=20), (early, late))
+    async with open_fake_engine() as engine:
+        got, token_ids, last = await read(engine.submit(request))
+        assert len(token_ids) > 20
+        assert last.finish_reason is FinishReason.STOP
+        assert text.startswith(got)
+
+
+async def test_who_sits_without_getting_a_token_is_shown(autojump_clock: MockClock) -> None:
+    async with open_fake_engine() as engine:
+        handles = [engine.submit(ask(f"number {i}", 30)) for i in range(4)]
+        await trio.sleep(0.1)
+        await engine.set_limits({"max_num_batched_tokens": 3})
+        await trio.sleep(0.05)
+        rows = engine.snapshot()["table"]["steps"][-1]["rows"]
+        assert sorted(phase for _, _, phase, _ in rows) == ["decode", "decode", "decode", "idle"]
+        for handle in handles:
+            await read(handle)
+
+
+async def test_there_are_no_more_seats_than_blocks(autojump_clock: MockClock) -> None:
+    async with open_fake_engine(fake_config(max_num_seqs=2), num_blocks=8) as engine:
+        assert engine.capacity.max_num_seqs == 8

@@ -5,44 +5,28 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import time
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import trio
 
-from app.api import unsupported
-from app.api.completions import parse_prompt
-from app.api.errors import ApiError, ModelNameError, describe
+from app.api.errors import describe
 from app.api.generation import ending_error
-from app.api.messages import parse_messages
-from app.api.schemas import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, parse_body, parse_json_object
-from app.api.sse import ChatEnvelope, CompletionEnvelope
+from app.api.planning import CHAT_URL, COMPLETION_URL, plan
+from app.api.schemas import parse_json_object
 from engine.errors import InvalidRequestError, QueueFullError, RelevoError
-from engine.handle import ChatPrompt, GenerationRequest
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from app.api.schemas import GenerationBody
+    from app.api.planning import Plan
     from engine.engine import Engine
-    from engine.handle import Handle, TextPrompt, TokensPrompt
+    from engine.handle import GenerationRequest, Handle
     from engine.outbox import Delta
 
-CHAT_URL: Final = "/v1/chat/completions"
-COMPLETION_URL: Final = "/v1/completions"
 RETRY_SECONDS: Final = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked request body, ready for the engine."""
-
-    request: GenerationRequest
-    envelope: ChatEnvelope | CompletionEnvelope
-    timeout_seconds: float
 
 
 @dataclass(slots=True)
@@ -58,54 +42,16 @@ class Counts:
         return self.answered + self.failed
 
 
-def plan(engine: Engine, url: str, data: dict[str, Any]) -> Job:
-    """Check a request body as the route `url` would.
+def plan_whole(engine: Engine, url: str, data: dict[str, Any]) -> Plan:
+    """Check a request body as the route `url` does; streams have no place in files.
 
     Raises:
         RelevoError: what the route would have answered instead.
     """
-    if url == CHAT_URL:
-        return _plan_chat(engine, data)
-    if url == COMPLETION_URL:
-        completion = parse_body(CompletionBody, data)
-        _check(engine, completion, data, unsupported.COMPLETION)
-        prompt = parse_prompt(completion.prompt, engine.tokenizer.vocab_size)
-        return _job(engine, completion, prompt, CompletionEnvelope, "cmpl", DEFAULT_COMPLETION_TOKENS)
-    raise ValueError(f"no route {url!r}")
-
-
-def _plan_chat(engine: Engine, data: dict[str, Any]) -> Job:
-    body = parse_body(ChatBody, data)
-    _check(engine, body, data, unsupported.CHAT)
-    messages = parse_messages(body.messages)
-    if engine.chat_template is None:
-        raise ApiError(400, "This model has no chat template, so it cannot chat.", param="messages")
-    return _job(engine, body, ChatPrompt(messages), ChatEnvelope, "chatcmpl", None)
-
-
-def _check(engine: Engine, body: GenerationBody, data: dict[str, Any], at_rest: dict[str, tuple[Any, ...]]) -> None:
-    if body.model is not None and body.model != engine.model.name:
-        raise ModelNameError(body.model, engine.model.name)
-    unsupported.refuse_unsupported(data, at_rest)
-    if body.stream:
-        raise InvalidRequestError("'stream' makes no sense in a file; leave it out.", param="stream")
-
-
-def _job(
-    engine: Engine,
-    body: GenerationBody,
-    prompt: TextPrompt | TokensPrompt | ChatPrompt,
-    envelope: type[ChatEnvelope] | type[CompletionEnvelope],
-    prefix: str,
-    default_max_tokens: int | None,
-) -> Job:
-    answer_id = f"{prefix}-{secrets.token_hex(12)}"
-    params = body.sampling_params(default_max_tokens=default_max_tokens)
-    return Job(
-        GenerationRequest(answer_id, prompt, params, body.stop, body.ignore_eos),
-        envelope(answer_id, engine.model.name, int(time.time()), with_usage=False),
-        math.inf if body.timeout is None else body.timeout,
-    )
+    planned = plan(engine, url, data)
+    if planned.body.stream:
+        raise InvalidRequestError("'stream' has no place in a batch file; leave it out.", param="stream")
+    return planned
 
 
 async def submit_patiently(engine: Engine, request: GenerationRequest) -> Handle:
@@ -128,7 +74,7 @@ async def submit_patiently(engine: Engine, request: GenerationRequest) -> Handle
             return handle
 
 
-async def stream(engine: Engine, job: Job, write: Callable[[str], object]) -> Delta:
+async def stream(engine: Engine, job: Plan, write: Callable[[str], object]) -> Delta:
     """Answer one request, handing over its text as it comes.
 
     Returns:
@@ -138,7 +84,8 @@ async def stream(engine: Engine, job: Job, write: Callable[[str], object]) -> De
         RelevoError: it could not be served, or not to its end.
     """
     delta = None
-    with trio.move_on_after(job.timeout_seconds):
+    seconds = math.inf if job.body.timeout is None else job.body.timeout
+    with trio.move_on_after(seconds):
         handle = await submit_patiently(engine, job.request)
         try:
             async with aclosing(handle.deltas()) as deltas:
@@ -154,7 +101,7 @@ async def stream(engine: Engine, job: Job, write: Callable[[str], object]) -> De
     return delta
 
 
-async def answer(engine: Engine, job: Job) -> dict[str, Any]:
+async def answer(engine: Engine, job: Plan) -> dict[str, Any]:
     """Answer one request whole, as the route would.
 
     Raises:
@@ -168,12 +115,12 @@ async def answer(engine: Engine, job: Job) -> dict[str, Any]:
 
 
 async def run_batch(
-    engine: Engine, lines: Iterable[str], target: TextIO, *, progress: Callable[[int], object] = lambda _done: None
+    engine: Engine, lines: Iterable[bytes], target: TextIO, *, progress: Callable[[int], object] = lambda _done: None
 ) -> Counts:
     """Answer an OpenAI batch file. Results are written as they come, which is not the order of the lines.
 
     Args:
-        lines: one JSON object each, with `custom_id`, `method`, `url` and `body`; blank ones are skipped.
+        lines: one JSON object each, in UTF-8, with `custom_id`, `method`, `url` and `body`; blank ones are skipped.
         target: gets one JSON object a line: `id`, `custom_id`, `response` and `error`.
         progress: told the number of lines done.
 
@@ -184,7 +131,7 @@ async def run_batch(
     # Twice the seats: whoever leaves finds a successor waiting, and the queue stays short.
     places = trio.Semaphore(2 * engine.config.max_num_seqs)
 
-    async def work(line: str) -> None:
+    async def work(line: bytes) -> None:
         try:
             result = await _answer_line(engine, line)
         finally:
@@ -205,7 +152,7 @@ async def run_batch(
     return counts
 
 
-async def _answer_line(engine: Engine, line: str) -> dict[str, Any]:
+async def _answer_line(engine: Engine, line: bytes) -> dict[str, Any]:
     """The result of one line. What is wrong with the line itself is its `error`, all else is its `response`."""
     result: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": None, "response": None}
     try:
@@ -214,7 +161,7 @@ async def _answer_line(engine: Engine, line: str) -> dict[str, Any]:
         return result | {"error": {"code": "invalid_line", "message": str(error)}}
     request_id = f"req_{secrets.token_hex(12)}"
     try:
-        job = plan(engine, url, body)
+        job = plan_whole(engine, url, body)
         status, content = 200, await answer(engine, job)
     except RelevoError as error:
         described = describe(error)
@@ -223,8 +170,8 @@ async def _answer_line(engine: Engine, line: str) -> dict[str, Any]:
     return result | {"custom_id": custom_id, "response": response, "error": None}
 
 
-def _read_line(line: str) -> tuple[str, str, dict[str, Any]]:
-    entry = parse_json_object(line.encode())
+def _read_line(line: bytes) -> tuple[str, str, dict[str, Any]]:
+    entry = parse_json_object(line)
     custom_id, url, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
     if not isinstance(custom_id, str):
         raise InvalidRequestError("'custom_id' must be a string.", param="custom_id")

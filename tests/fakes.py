@@ -16,6 +16,7 @@ import trio
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.engine import Engine, open_engine
+from engine.errors import InvalidRequestError
 from engine.loaded import LoadedModel
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class FakeTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
+        ids = list(ids)
+        if ids and not 0 <= min(ids) <= max(ids) < VOCAB_SIZE:
+            raise InvalidRequestError("an id is not in the vocabulary", param="tokens")
         pieces = [b"" if skip_control and i in CONTROL else self.token_bytes(i) for i in ids]
         return b"".join(pieces).decode(errors="replace")
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from quart import Blueprint
 
-from app.api.chat import create_chat_completion
-from app.api.completions import create_completion
+from app.api.generation import generate
 from app.api.models import list_models, retrieve_model
+from app.api.planning import CHAT_URL, COMPLETION_URL
 from app.api.tokenize import detokenize, tokenize
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ def api_blueprint(context: Context) -> Blueprint:
     """The routes, bound to `context`."""
     api = Blueprint("api", __name__)
 
-    @api.post("/v1/chat/completions")
+    @api.post(CHAT_URL)
     async def chat_completions() -> Response:
-        return await create_chat_completion(context)
+        return await generate(context, CHAT_URL)
 
-    @api.post("/v1/completions")
+    @api.post(COMPLETION_URL)
     async def completions() -> Response:
-        return await create_completion(context)
+        return await generate(context, COMPLETION_URL)
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
-import time
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -12,18 +11,19 @@ import trio
 from quart import Response, request
 
 from app.api import sse
-from app.api.errors import ApiError, ModelNameError, describe
+from app.api.errors import ApiError, describe
+from app.api.planning import plan
+from app.api.requests import read_json
 from app.guard import HANDLES
 from engine.errors import DrainingError, EngineError
-from engine.handle import GenerationRequest
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
-    from app.api.schemas import Body, GenerationBody
+    from app.api.planning import Plan
     from app.http import Context
-    from engine.handle import ChatPrompt, Handle, TextPrompt, TokensPrompt
+    from engine.handle import Handle
     from engine.outbox import Delta
 
 # Proxies close what is silent for a minute; a vanished client shows itself only when something is sent to it.
@@ -44,37 +44,26 @@ class Generation:
     include_usage: bool
 
 
-def check_model(context: Context, body: Body) -> None:
-    """Raise `ModelNameError` when the request names another model than the served one."""
-    served = context.engine.model.name
-    if body.model is not None and body.model != served:
-        raise ModelNameError(body.model, served)
+async def generate(context: Context, url: str) -> Response:
+    """Answer a request to the route `url`, streamed or whole."""
+    planned = plan(context.engine, url, await read_json())
+    return await respond(submit(context, planned), stream=planned.body.stream)
 
 
-def submit(
-    context: Context,
-    body: GenerationBody,
-    prompt: TextPrompt | TokensPrompt | ChatPrompt,
-    envelope: Callable[..., sse.Envelope],
-    *,
-    prefix: str,
-    default_max_tokens: int | None,
-) -> Generation:
+def submit(context: Context, planned: Plan) -> Generation:
     """Hand a checked request to the engine. Never waits.
 
     Raises:
         UnavailableError: the queue is full, or the server is draining.
     """
-    answer_id = f"{prefix}-{secrets.token_hex(12)}"
-    params = body.sampling_params(default_max_tokens=default_max_tokens)
-    handle = context.engine.submit(GenerationRequest(answer_id, prompt, params, body.stop, body.ignore_eos))
+    handle = context.engine.submit(planned.request)
     # From here on the guard around the app ends it with the ASGI call, however that ends.
     request.scope[HANDLES].append(handle)  # type: ignore[typeddict-item]
+    body = planned.body
     seconds = context.settings.server.request_timeout_seconds
     if body.timeout is not None:
         seconds = min(seconds, body.timeout)
-    made = envelope(answer_id, context.engine.model.name, int(time.time()), with_usage=body.include_usage)
-    return Generation(handle, made, trio.current_time() + seconds, body.include_usage)
+    return Generation(handle, planned.envelope, trio.current_time() + seconds, body.include_usage)
 
 
 async def respond(generation: Generation, *, stream: bool) -> Response:
@@ -98,14 +87,12 @@ async def respond(generation: Generation, *, stream: bool) -> Response:
     return response
 
 
-async def _read(generation: Generation) -> Delta | None:
-    """The next piece, or `None` when it is time for a heartbeat. Past the deadline the request is ended."""
-    now = trio.current_time()
-    until = now + HEARTBEAT_SECONDS
-    if now < generation.deadline:
-        until = min(until, generation.deadline)
-    else:
+async def _read(generation: Generation, until: float = math.inf) -> Delta | None:
+    """The next piece, or `None` when `until` has come. Past the deadline the request is ended."""
+    if trio.current_time() >= generation.deadline:
         generation.handle.abort("timeout")
+    else:
+        until = min(until, generation.deadline)
     with trio.move_on_at(until):
         return await generation.handle.take()
     return None
@@ -125,16 +112,20 @@ async def _respond_whole(generation: Generation) -> Response:
 
 
 async def _stream(generation: Generation) -> AsyncIterator[bytes]:
+    """All bytes of a stream. A heartbeat is due when nothing was sent for a while, whatever was generated."""
     envelope = generation.envelope
     yield envelope.opening()
+    sent = trio.current_time()
     while True:
-        delta = await _read(generation)
-        if delta is None:
-            yield sse.HEARTBEAT
-            continue
-        if delta.text:
+        delta = await _read(generation, sent + HEARTBEAT_SECONDS)
+        if delta is not None and delta.text:
             yield envelope.text(delta.text)
-        if delta.finish_reason is not None:
+        elif delta is None or delta.finish_reason is None:
+            if trio.current_time() < sent + HEARTBEAT_SECONDS:
+                continue
+            yield sse.HEARTBEAT
+        sent = trio.current_time()
+        if delta is not None and delta.finish_reason is not None:
             yield _ending(generation, delta)
             return
 

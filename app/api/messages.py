@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from engine.errors import InvalidRequestError
+from engine.errors import ContextLengthError, InvalidRequestError
 
 # `developer` is OpenAI's newer word for `system`; chat templates know only the older one.
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _UNSUPPORTED: Final = ("tool_calls", "function_call", "audio")
 
 
-def parse_messages(value: object) -> tuple[dict[str, Any], ...]:
+def parse_messages(value: object, capacity: int) -> tuple[dict[str, Any], ...]:
     """Check `messages` and return dicts of `role` and `content`, both strings.
 
     Raises:
         InvalidRequestError: naming the message and the field at fault.
+        ContextLengthError: there are more than `capacity` messages, and each is a token at least.
     """
     if not isinstance(value, list):
         raise InvalidRequestError("'messages' must be a list of messages.", param="messages")
     if not value:
         raise InvalidRequestError("'messages' is empty; send at least one message.", param="messages")
+    if len(value) > capacity:
+        raise ContextLengthError(len(value), capacity, param="messages", at_least=True)
     return tuple(_parse_message(message, f"messages[{index}]") for index, message in enumerate(value))
 
 

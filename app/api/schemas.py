@@ -134,7 +134,7 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """Body of `POST /v1/completions`; the prompt is checked by `completions.py`."""
+    """Body of `POST /v1/completions`; the prompt is checked by `planning.py`."""
 
     prompt: Any = None
 
@@ -150,9 +150,9 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Body of `POST /detokenize`."""
+    """Body of `POST /detokenize`; the ids are checked by `planning.py`."""
 
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Any = None
 
 
 def _fault(param: str, message: str) -> PydanticCustomError:

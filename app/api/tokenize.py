@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 
-from app.api.chat import require_chat_template
-from app.api.completions import check_token_ids
-from app.api.generation import check_model
 from app.api.messages import parse_messages
+from app.api.planning import check_model, parse_token_ids, require_chat_template
 from app.api.requests import read_json
 from app.api.schemas import DetokenizeBody, TokenizeBody, parse_body
 from engine.errors import InvalidRequestError
@@ -31,11 +29,11 @@ async def tokenize(context: Context) -> dict[str, Any]:
     """Token ids of a prompt, or of messages laid out by the chat template."""
     data = await read_json()
     body = parse_body(TokenizeBody, data)
-    check_model(context, body)
     engine = context.engine
+    check_model(engine, body)
     if body.messages is not None:
-        messages = [*parse_messages(body.messages)]
-        template = require_chat_template(context)
+        messages = [*parse_messages(body.messages, engine.model.context_length)]
+        template = require_chat_template(engine)
         encode = partial(template.encode, messages, engine.tokenizer, add_generation_prompt=body.add_generation_prompt)
         tokens = await _run(encode, sum(len(message["content"]) + TURN_SIZE for message in messages))
     elif body.prompt is not None:
@@ -58,10 +56,10 @@ async def detokenize(context: Context) -> dict[str, Any]:
     """The text of token ids."""
     data = await read_json()
     body = parse_body(DetokenizeBody, data)
-    check_model(context, body)
-    tokenizer = context.engine.tokenizer
-    tokens = check_token_ids([*body.tokens], tokenizer.vocab_size, "tokens")
-    return {"prompt": await _run(partial(tokenizer.decode, tokens), len(tokens))}
+    engine = context.engine
+    check_model(engine, body)
+    tokens = parse_token_ids(body.tokens, engine.model.context_length, "tokens")
+    return {"prompt": await _run(partial(engine.tokenizer.decode, tokens), len(tokens))}
 
 
 async def _run(work: Callable[[], T], size: int) -> T:

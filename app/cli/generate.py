@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     if options.prompt is not None:
         fetch(config.model)
         return trio.run(_answer_prompt, config, options)
-    with options.input.open(encoding="utf-8", errors="replace") as lines:
+    with options.input.open("rb") as lines:
         total = sum(1 for line in lines if line.strip())
     fetch(config.model)
     return trio.run(_answer_file, config, options, total)
@@ -65,12 +65,13 @@ def run(options: argparse.Namespace) -> int:
 
 async def _answer_prompt(config: EngineConfig, options: argparse.Namespace) -> int:
     from app import offline
+    from app.api.planning import CHAT_URL, COMPLETION_URL
     from engine.engine import open_engine
 
     async with open_engine(config) as engine:
         raw = options.raw or engine.chat_template is None
         try:
-            job = offline.plan(engine, offline.COMPLETION_URL if raw else offline.CHAT_URL, _body(options, raw=raw))
+            job = offline.plan_whole(engine, COMPLETION_URL if raw else CHAT_URL, _body(options, raw=raw))
         except InvalidRequestError as error:
             raise ConfigError(str(error)) from None
         await offline.stream(engine, job, _write)
@@ -100,7 +101,7 @@ async def _answer_file(config: EngineConfig, options: argparse.Namespace, total:
 
     async with open_engine(config) as engine:
         with (
-            options.input.open(encoding="utf-8", errors="replace") as lines,
+            options.input.open("rb") as lines,
             options.output.open("w", encoding="utf-8") as target,
             Progress("Answering", unit="lines") as progress,
         ):

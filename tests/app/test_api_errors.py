@@ -87,6 +87,9 @@ BAD_PROMPTS: list[tuple[object, str]] = [
     ([-1], "prompt"),
     ([259], "prompt"),
     ([2**40], "prompt"),
+    ([2**80], "prompt"),
+    ([1.0], "prompt"),
+    ([[True]], "prompt"),
     ({"a": 1}, "prompt"),
 ]
 
@@ -183,6 +186,29 @@ async def test_more_turns_than_tokens_fit_is_400_before_they_are_laid_out() -> N
         response = await server.client.post(CHAT, json=body)
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_more_ids_or_turns_than_fit_are_400_and_none_is_looked_at() -> None:
+    """Were one looked at, the answer would be about it."""
+    wrong = ["no id", {"no": "message"}] * 1000
+    async with open_server() as server:
+        for path, body in (
+            (COMPLETIONS, completion_body([1, *wrong])),
+            (CHAT, {"messages": wrong}),
+            ("/tokenize", {"messages": wrong}),
+            ("/detokenize", {"tokens": wrong}),
+        ):
+            response = await server.client.post(path, json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "context_length_exceeded"), (path, error)
+            assert error["capacity"] == server.engine.model.context_length
+
+
+async def test_ids_that_cannot_be_are_400() -> None:
+    async with open_server() as server:
+        for tokens in (None, "x", [259], [-1], [2**80], ["a"], [True], [1.0]):
+            response = await server.client.post("/detokenize", json={"tokens": tokens})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens"), tokens
 
 
 async def test_a_full_queue_is_503_at_once_and_says_when_to_come_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import h2.config
@@ -16,6 +17,7 @@ import trio.testing
 
 from app.api.generation import HEARTBEAT_SECONDS
 from app.http import BODY_TIMEOUT_SECONDS
+from tests import fakes
 from tests.app.serving import CHAT, COMPLETIONS, Driver, Server, chat_body, events, make_settings, open_app, open_server
 from tests.fakes import expected_output
 
@@ -142,6 +144,24 @@ async def test_the_head_leaves_at_acceptance_and_silence_is_filled_with_comments
         while chunk := await waiting.body():
             last = chunk
         assert last.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_model_that_says_nothing_visible_is_no_silence(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control tokens stand for no text: a minute of them sends nothing but heartbeats, and those in time."""
+    monkeypatch.setattr(fakes, "next_token", lambda _: fakes.EOS)
+    async with open_app(step_seconds=2.0) as (app, _), trio.open_nursery() as nursery:
+        driver = Driver(app, CHAT, chat_body(max_tokens=30, stream=True, ignore_eos=True))
+        nursery.start_soon(driver.run)
+        assert await driver.status() == 200
+        heard, received = [trio.current_time()], []
+        while chunk := await driver.body():
+            heard.append(trio.current_time())
+            received.append(chunk)
+        assert max(after - before for before, after in pairwise(heard)) <= HEARTBEAT_SECONDS
+        assert sum(chunk.startswith(b":") for chunk in received) >= 5
+        assert received[-1].endswith(b"data: [DONE]\n\n")
 
 
 async def test_text_that_comes_during_a_heartbeat_is_not_lost(autojump_clock: trio.testing.MockClock) -> None:

@@ -7,14 +7,15 @@ import json
 from typing import Any
 
 import pytest
+import trio
 
 from app import offline
 from engine.errors import InvalidRequestError
 from tests.fakes import fake_config, open_fake_engine
 
 
-def line(custom_id: object, url: str, body: object, **more: object) -> str:
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body} | more)
+def line(custom_id: object, url: str, body: object, **more: object) -> bytes:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body} | more).encode()
 
 
 def results(target: io.StringIO) -> dict[str | None, dict[str, Any]]:
@@ -25,7 +26,7 @@ async def test_a_batch_file_is_answered_line_by_line(autojump_clock: object) -> 
     messages = [{"role": "user", "content": "hello"}]
     lines = [
         line("chat", offline.CHAT_URL, {"messages": messages, "max_tokens": 5, "temperature": 0}),
-        "\n",
+        b"\n",
         line("text", offline.COMPLETION_URL, {"prompt": "abc", "max_tokens": 3, "temperature": 0}),
         line("ids", offline.COMPLETION_URL, {"prompt": [97, 98, 99], "max_tokens": 3, "temperature": 0}),
         line("empty", offline.CHAT_URL, {"messages": []}),
@@ -54,15 +55,16 @@ async def test_a_batch_file_is_answered_line_by_line(autojump_clock: object) -> 
 @pytest.mark.parametrize(
     "text",
     [
-        "{not json",
-        "[1]",
+        b"{not json",
+        b"[1]",
+        line("a", offline.CHAT_URL, {}).replace(b'"a"', b'"\xff"'),
         line(None, offline.CHAT_URL, {}),
         line("a", "/v1/embeddings", {}),
         line("a", offline.CHAT_URL, "text"),
         line("a", offline.CHAT_URL, {}, method="GET"),
     ],
 )
-async def test_a_wrong_line_fails_alone(autojump_clock: object, text: str) -> None:
+async def test_a_wrong_line_fails_alone(autojump_clock: object, text: bytes) -> None:
     target = io.StringIO()
     good = line("good", offline.COMPLETION_URL, {"prompt": "abc", "max_tokens": 1})
     async with open_fake_engine() as engine:
@@ -92,18 +94,37 @@ async def test_the_queue_may_be_smaller_than_the_batch(autojump_clock: object) -
 
 async def test_a_timeout_ends_one_line(autojump_clock: object) -> None:
     target = io.StringIO()
-    slow = line("slow", offline.COMPLETION_URL, {"prompt": "abc", "max_tokens": 100, "timeout": 1e-6})
-    async with open_fake_engine() as engine:
-        await offline.run_batch(engine, [slow], target)
-    assert results(target)["slow"]["response"]["status_code"] in (200, 408)
+    slow = line("slow", offline.COMPLETION_URL, {"prompt": "abc", "max_tokens": 100, "timeout": 50})
+    quick = line("quick", offline.COMPLETION_URL, {"prompt": "abc", "max_tokens": 10, "timeout": 50})
+    async with open_fake_engine(step_seconds=1.0) as engine:
+        before = trio.current_time()
+        await offline.run_batch(engine, [slow, quick], target)
+        assert trio.current_time() - before == pytest.approx(50, abs=1)
+        await engine.wait_idle()
+    found = results(target)
+    assert found["slow"]["response"]["status_code"] == 408
+    assert found["slow"]["response"]["body"]["error"]["code"] == "timeout"
+    assert found["quick"]["response"]["status_code"] == 200
+
+
+async def test_a_line_is_refused_in_the_words_of_the_route(autojump_clock: object) -> None:
+    """The same plan: code and message are the route's, which is tested on its own."""
+    turns = [{"role": "user", "content": ""}] * 1000
+    bodies = {"no template": {"messages": turns[:1]}, "turns": {"messages": turns}}
+    lines = [line(name, offline.CHAT_URL, body) for name, body in bodies.items()]
+    target = io.StringIO()
+    async with open_fake_engine(chat_template=False) as engine:
+        await offline.run_batch(engine, lines, target)
+    codes = {name: entry["response"]["body"]["error"]["code"] for name, entry in results(target).items()}
+    assert codes == {"no template": "no_chat_template", "turns": "context_length_exceeded"}
 
 
 async def test_a_prompt_is_streamed_as_it_comes(autojump_clock: object) -> None:
     pieces: list[str] = []
     body = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
     async with open_fake_engine() as engine:
-        await offline.stream(engine, offline.plan(engine, offline.COMPLETION_URL, body), pieces.append)
-        whole = await offline.answer(engine, offline.plan(engine, offline.COMPLETION_URL, body))
+        await offline.stream(engine, offline.plan_whole(engine, offline.COMPLETION_URL, body), pieces.append)
+        whole = await offline.answer(engine, offline.plan_whole(engine, offline.COMPLETION_URL, body))
         with pytest.raises(InvalidRequestError, match="temperature"):
-            offline.plan(engine, offline.COMPLETION_URL, body | {"temperature": 9})
+            offline.plan_whole(engine, offline.COMPLETION_URL, body | {"temperature": 9})
     assert "".join(pieces) == whole["choices"][0]["text"]

@@ -17,7 +17,7 @@ class AuditEntry:
     Attributes:
         time: when, as an ISO 8601 string in UTC.
         who: `admin`, the peer's address, or `ttl` for a change that ended by itself.
-        changes: setting to its old and its new value.
+        changes: setting to its old and its new value; empty when only the time that they hold was changed.
         expires: when it will revert by itself, in the form of `time`.
     """
 

@@ -23,6 +23,7 @@ MAX_REASON_LENGTH: Final = 500
 MAX_TTL_SECONDS: Final = 7 * 86_400.0
 # A step boundary comes after milliseconds. When none comes for so long, the engine hangs.
 APPLY_SECONDS: Final = 20.0
+MAX_ORDERS: Final = 64
 
 
 class OutOfRangeError(ApiError):
@@ -43,14 +44,27 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class _Revert:
-    """A value to go back to at `at`, on trio's clock."""
+    """A value to go back to at `at` on trio's clock, which is `time` in words."""
 
     at: float
+    time: str
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A change that somebody waits for; `done` is set when it holds and is written down."""
+
+    change: _Change
+    who: str
+    done: trio.Event
 
 
 class LiveConfig:
     """The one place that changes the engine's limits.
+
+    Changes are made one after the other by `run`, whoever waits for them still: a change and its entry in the history
+    cannot be parted, neither by a client that leaves nor by a step that takes long.
 
     A temporary change goes back to the last value that was not temporary. A later change of the same key replaces it.
     """
@@ -59,20 +73,18 @@ class LiveConfig:
         self._engine = engine
         self._audit = audit
         self._reverts: dict[str, _Revert] = {}
-        self._wake = trio.Event()
-        # One change at a time: each entry of the history must start from the value the one before left.
-        self._turn = trio.Lock()
+        self._send, self._orders = trio.open_memory_channel[_Order](MAX_ORDERS)
 
     def view(self) -> dict[str, Any]:
-        """The object of `GET /admin/config`."""
+        """The object of `GET /admin/config`; `reverts` tells which values end by themselves, and when."""
         limits = self._engine.limits
-        running = self._engine.snapshot()["requests"]["running"]
-        over = running - limits.max_num_seqs
+        over = self._engine.num_running - limits.max_num_seqs
         return {
             "generation": limits.generation,
             "effective": _values(limits),
             "capacity": _values(self._engine.capacity),
             "pending_drain": {"max_num_seqs": over} if over > 0 else {},
+            "reverts": {name: {"to": revert.value, "at": revert.time} for name, revert in self._reverts.items()},
         }
 
     async def apply(self, body: Mapping[str, Any], *, who: str) -> dict[str, Any]:
@@ -82,49 +94,59 @@ class LiveConfig:
             OutOfRangeError: a key is unknown or a value cannot be taken.
             ApiError: 503, the engine does not come to a step boundary.
         """
-        change = parse_change(body, self._engine.capacity)
-        async with self._turn:
-            await self._set(change, who)
+        order = _Order(parse_change(body, self._engine.capacity), who, trio.Event())
+        try:
+            self._send.send_nowait(order)
+        except trio.WouldBlock:
+            message = f"The engine does not answer and {MAX_ORDERS} changes wait; this one was not taken."
+            raise ApiError(503, message, code="engine_hangs") from None
+        with trio.move_on_after(APPLY_SECONDS) as scope:
+            await order.done.wait()
+        if scope.cancelled_caught:
+            message = "The engine does not answer; the change is made, and written down, when it does."
+            raise ApiError(503, message, code="engine_hangs")
         return self.view()
 
     async def run(self) -> None:
-        """Revert temporary changes when their time has come, for ever."""
+        """Make the changes that were ordered, and revert temporary ones when their time has come, for ever."""
         while True:
-            self._wake = trio.Event()
-            due = min((revert.at for revert in self._reverts.values()), default=math.inf)
-            with trio.move_on_at(due):
-                await self._wake.wait()
-            async with self._turn:
-                now = trio.current_time()
-                values = {name: revert.value for name, revert in self._reverts.items() if revert.at <= now}
-                if values:
-                    await self._set(_Change(values, "the time given to the change is over", None), "ttl")
+            with trio.move_on_at(min((revert.at for revert in self._reverts.values()), default=math.inf)) as scope:
+                order = await self._orders.receive()
+            if not scope.cancelled_caught:
+                await self._set(order.change, order.who)
+                order.done.set()
+                continue
+            now = trio.current_time()
+            values = {name: revert.value for name, revert in self._reverts.items() if revert.at <= now}
+            await self._set(_Change(values, "the time given to the change is over", None), "ttl")
 
     async def _set(self, change: _Change, who: str) -> None:
         before = _values(self._engine.limits)
         changed = {name: (before[name], value) for name, value in change.values.items() if value != before[name]}
-        # Shielded, so that a client that leaves cannot part the change from its entry in the history.
-        with trio.move_on_after(APPLY_SECONDS, shield=True) as scope:
-            if changed:
-                await self._engine.set_limits({name: new for name, (_, new) in changed.items()})
-        if scope.cancelled_caught:
-            raise ApiError(503, "The engine does not answer; the change may still come.", code="engine_hangs")
-        expires = self._schedule_reverts(change, before)
         if changed:
-            generation = self._engine.limits.generation
+            await self._engine.set_limits({name: new for name, (_, new) in changed.items()})
+        known = {name: self._reverts[name] for name in change.values if name in self._reverts}
+        expires = self._schedule_reverts(change, before)
+        # How long a value holds is a setting too: the same values for longer, or for good, are an entry.
+        if changed or known or expires is not None:
             now = timestamp(time.time())
+            generation = self._engine.limits.generation
             self._audit.add(AuditEntry(generation, now, who, changed, change.reason, expires))
 
-    def _schedule_reverts(self, change: _Change, before: dict[str, int]) -> str | None:
-        if not change.values:
-            return None
-        for name in change.values:
+    def _schedule_reverts(self, change: _Change, before: Mapping[str, int]) -> str | None:
+        """Replace what was planned for the changed keys.
+
+        Returns:
+            When they go back, if any of them does.
+        """
+        expires = None
+        for name, value in change.values.items():
             pending = self._reverts.pop(name, None)
-            if change.ttl_seconds is not None:
-                lasting = before[name] if pending is None else pending.value
-                self._reverts[name] = _Revert(trio.current_time() + change.ttl_seconds, lasting)
-        self._wake.set()
-        return None if change.ttl_seconds is None else timestamp(time.time() + change.ttl_seconds)
+            lasting = before[name] if pending is None else pending.value
+            if change.ttl_seconds is not None and value != lasting:
+                expires = timestamp(time.time() + change.ttl_seconds)
+                self._reverts[name] = _Revert(trio.current_time() + change.ttl_seconds, expires, lasting)
+        return expires
 
 
 def parse_change(body: Mapping[str, Any], capacity: Limits) -> _Change:

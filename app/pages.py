@@ -67,8 +67,7 @@ def pages_blueprint(context: Context) -> Blueprint:
     @pages.get("/admin")
     async def admin() -> Response:
         variables = admin_variables(context.live.view(), context.audit.entries)
-        requests = context.engine.snapshot()["requests"]
-        variables |= {"running": requests["running"], "waiting": requests["waiting"]}
+        variables |= {"running": context.engine.num_running, "waiting": context.engine.num_waiting}
         return page("admin", state_html=telemetry.draw_part("state"), **variables)
 
     return pages
@@ -92,7 +91,10 @@ def admin_variables(config: Mapping[str, Any], entries: Sequence[AuditEntry]) ->
     return {
         "generation": config["generation"],
         "draining": config["pending_drain"].get("max_num_seqs", 0),
-        "until": _clock(entries[-1].expires) if entries and entries[-1].expires else None,
+        "reverts": [
+            {"title": words.word(words.SETTINGS, key), "to": revert["to"], "at": _clock(revert["at"])}
+            for key, revert in config["reverts"].items()
+        ],
         "fields": [
             {
                 "key": key,
@@ -114,7 +116,7 @@ def list_history(effective: Mapping[str, int], generation: int, entries: Sequenc
     for entry in reversed(entries):
         rows.append({
             "generation": entry.generation,
-            "current": entry.generation == generation,
+            "current": not rows,
             "time": _clock(entry.time),
             "time_iso": entry.time,
             "who": entry.who,

@@ -115,8 +115,8 @@
   document.body.addEventListener("htmx:oobBeforeSwap", (event) => {
     if (event.detail.target.id !== "history") return;
     const fresh = event.detail.fragment.querySelector("#history");
-    const known = document.querySelector("#history .generation").textContent;
-    if (fresh && fresh.querySelector(".generation").textContent === known) event.detail.shouldSwap = false;
+    const known = document.getElementById("history").dataset.newest;
+    if (fresh && fresh.dataset.newest === known) event.detail.shouldSwap = false;
   });
   document.body.addEventListener("htmx:afterSettle", () => {
     enableReverts();

@@ -75,6 +75,14 @@ class FakeEngine:
     def limits(self) -> Limits:
         return Limits(self.seats, self.budget, self.generation)
 
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
     async def set_limits(self, changes: dict[str, int]) -> Limits:
         self.seats = changes.get("max_num_seqs", self.seats)
         self.budget = changes.get("max_num_batched_tokens", self.budget)

@@ -22,8 +22,8 @@ from app.render.templates import make_environment
 from tests.fake_snapshot import FakeEngine, watched
 
 
-def make_pages_app(engine: FakeEngine, telemetry: Any) -> QuartTrio:
-    """Pages, settings and history; no model behind the chat."""
+def make_pages_app(engine: FakeEngine, telemetry: Any) -> tuple[QuartTrio, LiveConfig]:
+    """Pages, settings and history; no model behind the chat. The settings want to be run."""
     audit = AuditLog()
     live: Any = LiveConfig(engine, audit)  # type: ignore[arg-type]
     context: Any = SimpleNamespace(engine=engine, telemetry=telemetry, audit=audit, live=live, stats=engine.snapshot)
@@ -49,7 +49,7 @@ def make_pages_app(engine: FakeEngine, telemetry: Any) -> QuartTrio:
         )
         return Response(html, content_type="text/html")
 
-    return app
+    return app, live
 
 
 async def serve(mode: str, port: int, **options: Any) -> None:
@@ -67,7 +67,9 @@ async def serve(mode: str, port: int, **options: Any) -> None:
     config.bind = [f"127.0.0.1:{port}"]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(live)
-        await hypercorn.trio.serve(make_pages_app(engine, telemetry), config)  # type: ignore[arg-type]
+        app, config_changes = make_pages_app(engine, telemetry)
+        nursery.start_soon(config_changes.run)
+        await hypercorn.trio.serve(app, config)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ import pytest
 import trio
 import trio.testing
 
+from app.api.errors import ApiError
 from app.audit import AuditLog
 from app.live_config import LiveConfig, OutOfRangeError
+from engine.handle import GenerationRequest, TextPrompt
+from engine.sequence import SamplingParams
 from tests.app.serving import CHAT, chat_body, events, open_server
 from tests.fakes import open_fake_engine
 
@@ -29,6 +32,7 @@ async def test_the_answer_and_the_history() -> None:
             "effective": {"max_num_seqs": 4, "max_num_batched_tokens": 64},
             "capacity": CAPACITY,
             "pending_drain": {},
+            "reverts": {},
         }
         assert (await server.client.get("/admin/audit")).json() == []
         body = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "reason": "more guests"}
@@ -161,6 +165,69 @@ async def test_a_lasting_change_ends_the_waiting_revert(autojump_clock: trio.tes
         await trio.sleep(200)
         assert live.view()["effective"] == {"max_num_seqs": 6, "max_num_batched_tokens": 64}
         assert len(audit.entries) == 3
+
+
+async def test_what_will_go_back_is_told_until_it_has_or_was_called_off(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_live() as (live, audit):
+        await live.apply({"max_num_seqs": 8, "ttl_seconds": 600}, who="me")
+        await live.apply({"max_num_batched_tokens": 32}, who="me")  # another key, for good
+        assert live.view()["reverts"] == {"max_num_seqs": {"to": 4, "at": audit.entries[0].expires}}
+        await live.apply({"max_num_seqs": 8, "ttl_seconds": 1200}, who="me")  # for longer
+        assert live.view()["reverts"]["max_num_seqs"]["at"] > str(audit.entries[0].expires)
+        assert (audit.entries[-1].changes, audit.entries[-1].generation) == ({}, 2)
+        await trio.sleep(700)
+        assert seats(live) == 8
+        await live.apply({"max_num_seqs": 8, "reason": "stay"}, who="me")  # for good
+        assert live.view()["reverts"] == {}
+        assert (audit.entries[-1].expires, audit.entries[-1].reason) == (None, "stay")
+        await trio.sleep(9000)
+        assert seats(live) == 8
+        assert len(audit.entries) == 4
+        await live.apply({"max_num_seqs": 2, "ttl_seconds": 60}, who="me")
+        await trio.sleep(61)
+        assert (live.view()["reverts"], seats(live)) == ({}, 8)
+
+
+async def test_a_change_that_comes_late_is_told_late_and_written_down(autojump_clock: trio.testing.MockClock) -> None:
+    """A step hangs for a minute: nothing is shown before it holds, and what comes after all has its entry."""
+    audit = AuditLog()
+    async with open_fake_engine(step_seconds=60) as engine, trio.open_nursery() as nursery:
+        live = LiveConfig(engine, audit)
+        nursery.start_soon(live.run)
+        engine.submit(GenerationRequest("hung", TextPrompt("hello"), SamplingParams(max_tokens=2)))
+        await trio.sleep(1)
+        with pytest.raises(ApiError, match="does not answer"):
+            await live.apply({"max_num_seqs": 8, "ttl_seconds": 100, "reason": "peak"}, who="me")
+        view = live.view()
+        assert (view["effective"]["max_num_seqs"], view["generation"], view["reverts"]) == (4, 0, {})
+        assert audit.entries == ()
+        await trio.sleep(60)
+        assert (seats(live), live.view()["generation"]) == (8, 1)
+        assert [(entry.who, entry.changes, entry.reason) for entry in audit.entries] == [
+            ("me", {"max_num_seqs": (4, 8)}, "peak")
+        ]
+        await trio.sleep(200)
+        assert seats(live) == 4
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_client_that_leaves_does_not_part_a_change_from_its_entry(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    audit = AuditLog()
+    async with open_fake_engine(step_seconds=5) as engine, trio.open_nursery() as nursery:
+        live = LiveConfig(engine, audit)
+        nursery.start_soon(live.run)
+        engine.submit(GenerationRequest("slow", TextPrompt("hello"), SamplingParams(max_tokens=2)))
+        await trio.sleep(1)
+        with trio.move_on_after(1):
+            await live.apply({"max_num_seqs": 8}, who="me")
+        await trio.sleep(5)
+        assert seats(live) == 8
+        assert len(audit.entries) == 1
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_second_temporary_change_goes_back_to_what_lasts(autojump_clock: trio.testing.MockClock) -> None:

@@ -292,7 +292,7 @@ def test_seats_are_changed_told_and_reverted(page: Page) -> None:
         page.evaluate("fetch('/admin/config', {method: 'PATCH', headers: {'Content-Type': 'application/json'},"
                       " body: '{\"max_num_batched_tokens\": 77, \"ttl_seconds\": 600}'})")  # fmt: skip
         until(page, "document.querySelector('#max_num_batched_tokens').value === '77'")
-        page.get_by_text("Goes back by itself").wait_for()
+        page.get_by_text("goes back by itself").wait_for()
 
 
 def test_login_once_then_chat_and_dashboard(page: Page) -> None:

@@ -164,17 +164,36 @@ def test_the_values_of_each_generation_are_worked_out_backwards() -> None:
     assert [row["current"] for row in rows] == [True, False, False, False]
 
 
+async def test_the_tuning_page_tells_of_every_end_and_of_none_that_was_called_off() -> None:
+    async with open_server() as server:
+
+        async def patch(**body: object) -> None:
+            assert (await server.client.patch("/admin/config", json=body)).status_code == 200
+
+        await patch(max_num_seqs=8, ttl_seconds=600)
+        await patch(max_num_batched_tokens=32)  # another key, for good: the first still ends
+        page = await fetch(server, "/admin")
+        assert "Seats goes back by itself to 4 on" in page
+        await patch(max_num_seqs=8)  # the same value, for good
+        page = await fetch(server, "/admin")
+        assert "goes back by itself" not in page
+        assert "the same until changed again" in page
+        assert len(re.findall(r'id="revert-1"', page)) == 1
+        assert page.count(">now<") == 1
+
+
 def test_a_pending_drain_and_an_end_are_told() -> None:
     config: dict[str, Any] = {
         "generation": 1,
         "effective": {"max_num_seqs": 4},
         "capacity": {"max_num_seqs": 16},
         "pending_drain": {"max_num_seqs": 12},
+        "reverts": {"max_num_seqs": {"to": 16, "at": "2026-01-31T13:00:00.000Z"}},
     }
     entry = AuditEntry(1, "2026-01-31T12:00:00.000Z", "admin", {"max_num_seqs": (16, 4)}, None, "2026-01-31T13:00:00Z")
     shown = admin_variables(config, [entry])
     assert shown["draining"] == 12
-    assert shown["until"] == "31 Jan 13:00:00 UTC"
+    assert shown["reverts"] == [{"title": "Seats", "to": 16, "at": "31 Jan 13:00:00 UTC"}]
 
 
 async def test_pages_ask_for_a_login_where_there_is_a_token() -> None:

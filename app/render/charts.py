@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 HEIGHT = 116
 TOP = 8
-BOTTOM = 6
+BOTTOM = 8
+AXIS_WIDTH = 48  # the longest label is like "500 ms"
 WIDTH = 600.0
 
 
@@ -59,7 +60,7 @@ class Chart:
 def draw_chart(chart: Chart) -> Markup:
     """The axis and the plot, side by side; the plot stretches to the room that is left."""
     top = _top_of(chart)
-    axis = [text("tick", "38", y + 3.5, chart.word(value)) for value, y in _grid(top)]
+    axis = [text("tick", number(AXIS_WIDTH - 2), y + 3.5, chart.word(value)) for value, y in _grid(top)]
     plot = [f'<path class="grid" d="M0 {number(y)}H{number(WIDTH)}"/>' for _, y in _grid(top)]
     xs = [position * WIDTH for position in chart.positions]
     heights = [[None if v is None else _y(v, top) for v in line.values] for line in chart.lines]
@@ -71,7 +72,7 @@ def draw_chart(chart: Chart) -> Markup:
     for line, ys in zip(chart.lines, heights, strict=True):
         plot.append(f'<path class="line {line.css}" d="{line_path(zip(xs, ys, strict=True))}"/>')
     drawing = svg("lines", plot, height=HEIGHT, label=_describe(chart), view_box=f"0 0 600 {HEIGHT}")
-    labels = axis_svg(axis, width=40, height=HEIGHT)
+    labels = axis_svg(axis, width=AXIS_WIDTH, height=HEIGHT)
     return Markup('<div class="plot">{}{}</div>').format(labels, drawing)
 
 

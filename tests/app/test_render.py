@@ -17,6 +17,7 @@ from app.render.charts import Chart, Line, draw_chart, sparkline
 from app.render.palette import NUM_COLOURS, Palette
 from app.render.svg import band_paths, line_path, nice_ceiling
 from app.render.table import NUM_STEPS, draw_table
+from app.render.view import _axis_seconds
 from tests.fake_snapshot import FakeEngine
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&"
@@ -110,6 +111,20 @@ def test_the_hand_over_is_seen_at_the_table() -> None:
     # Only where somebody else takes over is there an edge.
     assert len(rectangles(picture.plot, "edge")) == 3
     assert (picture.first_step, picture.last_step) == (1, 4)
+
+
+def test_the_labels_of_an_axis_have_room() -> None:
+    """Six pixels and a half for a character and three below the line: wider and lower than fonts of this size are."""
+    for highest, longest in ((0.5, "500 ms"), (0.0025, "1.5 ms"), (45.0, "50 s")):
+        line = Line("p50", "thin", [highest, highest / 2])
+        axis = ET.fromstring(draw_chart(Chart("First token", [0, 1], [line], _axis_seconds)))[0]
+        labels = list(axis.iter("text"))
+        assert len(labels) == 3
+        assert max(len(label.text or "") for label in labels) >= len(longest)
+        for label in labels:
+            assert float(label.attrib["x"]) <= float(axis.attrib["width"])
+            assert float(label.attrib["x"]) - 6.5 * len(label.text or "") >= 0
+            assert 11 <= float(label.attrib["y"]) <= float(axis.attrib["height"]) - 3
 
 
 def test_a_preemption_is_marked_on_the_seat_that_was_lost() -> None:

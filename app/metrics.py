@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from quart import Blueprint, Response
-
-from engine.handle import ABORT_CAUSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +17,6 @@ if TYPE_CHECKING:
     from app.http import Context
     from engine.report import MetricsView
 
-# Where a request was when it was given up: being tokenized, in the queue, reading its prompt, writing.
-ABORT_PHASES: Final = ("door", "queued", "prefill", "decode")
 _HELP: Final = {
     "num_requests_running": "Requests that have a seat.",
     "num_requests_waiting": "Requests that wait for a seat.",
@@ -89,8 +84,7 @@ class EngineCollector(Collector):
             yield gauge
         for name, (labels, values) in view.labelled_counters.items():
             counter = CounterMetricFamily(prefix + name, _help(name), labels=["model_name", *labels])
-            zeros = dict.fromkeys(product(ABORT_CAUSES, ABORT_PHASES), 0.0) if name == "request_aborts" else {}
-            for label_values, value in (zeros | dict(values)).items():
+            for label_values, value in values.items():
                 counter.add_metric([self._model_name, *label_values], value)
             yield counter
 

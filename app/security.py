@@ -95,10 +95,6 @@ class Gate:
                 cookies[KEY_COOKIE] = key.cookie
         return cookies
 
-    def wants_login(self, area: Area) -> bool:
-        """Whether a token or key is what opens `area`."""
-        return bool(self._secrets(area))
-
     def _secrets(self, area: Area) -> tuple[_Secret, ...]:
         if area is Area.API:
             return self._keys

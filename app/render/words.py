@@ -10,19 +10,11 @@ if TYPE_CHECKING:
 WAITING = {
     "seats": "no free seat",
     "kv_memory": "no free KV memory",
-    "memory": "no free KV memory",
     "token_budget": "token budget used up",
-    "budget": "token budget used up",
-    "preempted": "preempted, will be resumed",
-    "preemption": "a preemption in this step",
-    "tokenizing": "being tokenized",
-    "ingress": "at the door",
-    "admission": "at the door",
 }
 FINISHED = {"stop": "came to an end", "length": "longest answer", "abort": "aborted", "error": "failed"}
 REJECTED = {
     "queue_full": "queue full",
-    "context_length": "prompt too long",
     "context_length_exceeded": "prompt too long",
     "draining": "shutting down",
     "invalid": "not valid",

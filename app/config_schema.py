@@ -35,6 +35,12 @@ def _parse_bytes(value: object) -> object:
         raise ValueError('bytes, or a size like "2GiB"') from None
 
 
+def _strip(value: object) -> object:
+    """Secrets that are mounted as files end in a line end, which no header can carry; an empty one is none."""
+    text = value.get_secret_value() if isinstance(value, SecretStr) else value
+    return (text.strip() or None) if isinstance(text, str) else value
+
+
 def _parse_keys(value: object) -> object:
     """Turn `name=key` entries, a list or one comma-separated string, into `ApiKey`s."""
     entries = value.split(",") if isinstance(value, str) else value
@@ -66,6 +72,7 @@ class ApiKey:
     key: SecretStr
 
 
+Secret = Annotated[SecretStr | None, BeforeValidator(_strip)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_parse_keys)]
 
@@ -158,7 +165,7 @@ class SecuritySection(Section):
     """`[security]`."""
 
     api_keys: ApiKeys = _setting((), "", "who may use /v1, as name=key; none leaves it to loopback peers")
-    admin_token: SecretStr | None = _setting(
+    admin_token: Secret = _setting(
         None, "", "opens /ops, /admin and /metrics from elsewhere; empty leaves them to loopback peers", absent=""
     )
 

@@ -154,6 +154,22 @@ def test_api_keys_come_as_list_commas_or_repeated_flags(tmp_path: Path) -> None:
     assert "once" in refused(flags={"security.api_keys": ["a=1", "a=2"]})
 
 
+@pytest.mark.parametrize("source", ["environ", "flags", "file"])
+def test_secrets_lose_the_line_end_of_their_file(tmp_path: Path, source: str) -> None:
+    if source == "environ":
+        environ = {"RELEVO_SECURITY_ADMIN_TOKEN": "hunter2\n", "RELEVO_SECURITY_API_KEYS": "a=1\n,b=2\n"}
+        settings = load_settings(environ=environ)
+    elif source == "flags":
+        settings = load_settings(flags={"security.admin_token": " hunter2\r\n", "security.api_keys": ["a=1\n", "b=2"]})
+    else:
+        text = '[security]\nadmin_token = "hunter2\\n"\napi_keys = ["a=1\\n", "b=2"]\n'
+        settings = load_settings(path=written(tmp_path, text))
+    assert settings.security.admin_token is not None
+    assert settings.security.admin_token.get_secret_value() == "hunter2"
+    assert [key.key.get_secret_value() for key in settings.security.api_keys] == ["1", "2"]
+    assert load_settings(environ={"RELEVO_SECURITY_ADMIN_TOKEN": "\n"}).security.admin_token is None
+
+
 def test_secrets_are_shown_nowhere() -> None:
     settings = load_settings(
         environ={"RELEVO_SECURITY_ADMIN_TOKEN": "hunter2"}, flags={"security.api_keys": ["alice=hunter3"]}

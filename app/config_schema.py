@@ -119,7 +119,7 @@ class SchedulerSection(Section):
 
     max_num_seqs: int = _setting(16, "sequences", "seats: how many run at once; live", ge=1, le=4096)
     max_num_batched_tokens: int = _setting(
-        256,
+        128,
         "tokens",
         "computed in one step; higher reads prompts faster, lower keeps the gaps short; live",
         ge=1,

@@ -56,9 +56,9 @@ class EngineConfig:
     block_size: int = 16
     cache_memory_bytes: int | None = None
     max_num_seqs: int = 16
-    max_num_batched_tokens: int = 256
+    max_num_batched_tokens: int = 128
     capacity_num_seqs: int = 64
-    capacity_num_batched_tokens: int = 1024
+    capacity_num_batched_tokens: int = 512
     max_waiting: int = 256
     max_waiting_tokens: int = 262_144
     slow_client_seconds: float = 30.0

@@ -115,7 +115,7 @@
   }
 
   async function readAnswer(response, view, begun) {
-    const got = { text: "", first: null, last: null, usage: null, finish: null, done: false, error: null };
+    const got = { text: "", pieces: 0, first: null, last: null, usage: null, finish: null, done: false, error: null };
     let painted = false;
     const paint = () => {
       painted = false;
@@ -138,6 +138,7 @@
           facts(view, [`${seconds(got.first - begun)} to first token`]);
         }
         got.text += choice.delta.content;
+        got.pieces += 1;
         if (!painted) { painted = true; requestAnimationFrame(paint); }
       }
     } catch (error) {
@@ -150,11 +151,13 @@
   function summary(got, begun, stopped) {
     const list = [];
     if (got.first !== null) list.push(`${seconds(got.first - begun)} to first token`);
-    const tokens = got.usage?.completion_tokens;
+    // A stopped answer has no usage; a piece is a token or a few, so what was seen is the least there were.
+    const tokens = got.usage?.completion_tokens ?? got.pieces;
+    const about = got.usage ? "" : "about ";
     if (tokens > 1 && got.last > got.first) {
-      list.push(`${((tokens - 1) / ((got.last - got.first) / 1000)).toFixed(1)} tokens/s`);
+      list.push(`${about}${((tokens - 1) / ((got.last - got.first) / 1000)).toFixed(1)} tokens/s`);
     }
-    if (tokens !== undefined) list.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
+    if (tokens || got.usage) list.push(`${about}${tokens} token${tokens === 1 ? "" : "s"}`);
     if (got.usage) {
       const cached = got.usage.prompt_tokens_details?.cached_tokens;
       list.push(`${got.usage.prompt_tokens} prompt tokens${cached ? `, ${cached} from the cache` : ""}`);

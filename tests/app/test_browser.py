@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import playwright.sync_api as playwright_api
 import pytest
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
@@ -35,12 +36,17 @@ FLAGS = [
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+    pytest.mark.skipif(
+        CHROMIUM is None and os.environ.get("REQUIRE_BROWSER") != "1",
+        reason="there is no Chromium on this machine (REQUIRE_BROWSER=1 makes that a failure)",
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.fail("REQUIRE_BROWSER=1, and there is no Chromium on this machine")
     with playwright_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
@@ -151,6 +157,9 @@ def test_an_answer_is_seen_while_it_is_written_and_stops_at_once(page: Page, bas
     assert answer.get_attribute("aria-busy") == "true"
     page.click("#stop")
     answer.locator(".facts").get_by_text("stopped after").wait_for()
+    facts = answer.locator(".facts").inner_text()
+    assert re.search(r"about [\d.]+ tokens/s", facts)
+    assert 5 < int(re.search(r"about (\d+) tokens\b(?!/)", facts)[1]) < 400  # type: ignore[index]
     until(page, "fetch('/ops/stats.json').then(a => a.json()).then(s => s.requests.running === 0)")
     written = answer.locator(".text").inner_text()
     page.wait_for_timeout(200)

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig
 
+BATCHES = (1, 4, 16, 32)
+CONTEXTS = (300, 1000)
 HEADER = ("batch", "context", "step ms", "products ms", "ratio", "attention ms", "tokens/s", "of the floor")
 
 
 def run_bench(
     config: EngineConfig,
     *,
-    batches: Sequence[int] = (1, 4, 16, 32),
-    contexts: Sequence[int] = (300,),
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
     seconds_per_row: float = 8.0,
     json_path: Path | None = None,
     echo: Callable[[str], None] = print,
@@ -34,8 +36,11 @@ def run_bench(
 
     Raises:
         ConfigError: the settings do not fit the model or the machine.
+        OSError: the JSON file cannot be written; nothing was measured then.
         ModelError: the model cannot be loaded.
     """
+    if json_path is not None:
+        json_path.touch()
     with Progress("Measuring", unit="parts") as progress:
         result = measure_speed(
             config, batches=batches, contexts=contexts, seconds_per_row=seconds_per_row, report=progress

@@ -6,11 +6,9 @@ machine only figures of the same moments can be compared.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,7 @@ from engine.errors import ConfigError
 from engine.machine import Machine, measure_machine, seconds_of
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
+from engine.scored_text import load_scored_text
 from engine.sequence import SamplingParams
 from engine.startup import load_model
 from kernels.paged_attention import AttentionPlan, Workspace, paged_attention, plan_attention
@@ -81,7 +80,6 @@ def measure_speed(
         ModelError: the model cannot be loaded.
     """
     pairs = [(context, batch) for context in contexts for batch in batches]
-    # Rows bring their own cache: the one that is made at start-up stays as small as can be.
     model = load_model(replace(config, capacity_num_seqs=max(*batches, config.capacity_num_seqs)))
     runner = model.runner
     if not isinstance(runner, ModelRunner):
@@ -211,12 +209,12 @@ class DecodeSteps:
 
 def measure_quality(runner: ModelRunner, tokenizer: TokenizerLike, max_tokens: int) -> dict[str, float | None]:
     """Mean negative log-likelihood of a short text, in nats a token, and the built-in model's own in float32."""
-    data = json.loads(files("engine.data").joinpath("scored_text.json").read_text(encoding="utf-8"))
-    token_ids = tokenizer.encode(data["text"], parse_control=False)[:max_tokens]
+    scored = load_scored_text()
+    token_ids = tokenizer.encode(scored.text, parse_control=False)[:max_tokens]
     scores = runner.score(token_ids)
     config = runner.model.config
-    is_reference = token_ids == data["token_ids"] and (config.num_layers, config.hidden_size) == (30, 576)
+    is_reference = tuple(token_ids) == scored.token_ids and (config.num_layers, config.hidden_size) == (30, 576)
     return {
         "mean_nll": sum(scores) / len(scores),
-        "reference_mean_nll": data["mean_nll"] if is_reference else None,
+        "reference_mean_nll": scored.mean_nll if is_reference else None,
     }

@@ -58,20 +58,27 @@ class Ingress:
         self._on_refused = on_refused
 
     async def run(self) -> None:
-        """Take in one handle after the other, for ever."""
-        async for handle in self._arrivals:
-            try:
-                if handle.abort_cause is None:
-                    token_ids = await self._tokenize(handle)
-                    self._check(handle, token_ids)
-                if handle.abort_cause is not None:
-                    self._on_refused(handle, None)
-                    continue
-            except (RequestError, QueueFullError) as error:
-                handle.refuse(error)
-                self._on_refused(handle, error)
-                continue
+        """Take in one handle after the other, for ever. A long text is read aside and holds up nobody."""
+        async with trio.open_nursery() as nursery:
+            async for handle in self._arrivals:
+                if _length(handle.request.prompt) > LONG_TEXT:
+                    nursery.start_soon(self._take_in, handle)
+                else:
+                    await self._take_in(handle)
+
+    async def _take_in(self, handle: Handle) -> None:
+        try:
+            if handle.abort_cause is None:
+                token_ids = await self._tokenize(handle)
+                self._check(handle, token_ids)
+        except (RequestError, QueueFullError) as error:
+            handle.refuse(error)
+            self._on_refused(handle, error)
+            return
+        if handle.abort_cause is None:
             await self._pass_on(handle, token_ids)
+        else:
+            self._on_refused(handle, None)
 
     async def _pass_on(self, handle: Handle, token_ids: tuple[int, ...]) -> None:
         """From here on a request ends in one way only: the scheduler ends it and the streaming actor closes it."""
@@ -106,14 +113,13 @@ class Ingress:
                 return token_ids
             case TextPrompt(text):
                 encode = partial(self._tokenizer.encode, text, parse_control=True)
-                length = len(text)
             case ChatPrompt(messages):
                 if self._chat_template is None:
                     raise InvalidRequestError(
                         "This model has no chat template; use /v1/completions instead.", param=prompt.param
                     )
                 encode = partial(self._chat_template.encode, list(messages), self._tokenizer)
-                length = sum(len(str(message.get("content") or "")) for message in messages)
+        length = _length(prompt)
         # Even if every token were the longest there is, this text would not fit: no need to tokenize it.
         if length > self._usable_capacity * self._longest_token:
             least = length // self._longest_token
@@ -129,3 +135,14 @@ class Ingress:
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id <= last:
                 raise InvalidRequestError(f"Token id {token_id} is not in the vocabulary of 0 to {last}.", param=param)
+
+
+def _length(prompt: TextPrompt | TokensPrompt | ChatPrompt) -> int:
+    """Characters to be tokenized."""
+    match prompt:
+        case TextPrompt(text):
+            return len(text)
+        case ChatPrompt(messages):
+            return sum(len(str(message.get("content") or "")) for message in messages)
+        case TokensPrompt():
+            return 0

@@ -90,11 +90,6 @@ class Tokenizer:
         """What keeps the contents of messages apart from control tokens; made at first use."""
         return ControlGuard(self._controls)
 
-    @cached_property
-    def token_bytes_table(self) -> Sequence[bytes]:
-        """The bytes of every token, by id; made at first use."""
-        return [self.token_bytes(token_id) for token_id in range(self.vocab_size)]
-
     def token_text(self, token_id: int) -> str:
         """A token as the vocabulary spells it (`""` where there is none); for a control token, its name."""
         return self._texts[token_id] if 0 <= token_id < self.vocab_size else ""

@@ -16,6 +16,8 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     command = add_command(commands, "bench", "measure the speed of this machine and model", run)
     command.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    command.add_argument("--batch", type=_count, nargs="+", metavar="N", help="sequences at once (default 1 4 16 32)")
+    command.add_argument("--context", type=_count, nargs="+", metavar="N", help="tokens of each (default 300 1000)")
     add_settings(command, OFFLINE_SECTIONS)
 
 
@@ -23,6 +25,18 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print a table, and write the JSON where asked."""
     settings = settings_of(options)
     fetch(settings.model.name)
-    from app.bench import run_bench  # imports torch: seconds
+    from app.bench import BATCHES, CONTEXTS, run_bench  # imports torch: seconds
 
-    return run_bench(settings.engine_config(), json_path=options.json)
+    return run_bench(
+        settings.engine_config(),
+        batches=options.batch or BATCHES,
+        contexts=options.context or CONTEXTS,
+        json_path=options.json,
+    )
+
+
+def _count(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise ValueError
+    return number

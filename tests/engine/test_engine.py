@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,6 +10,7 @@ import trio
 
 from engine.errors import ContextLengthError, DrainingError, InvalidRequestError, QueueFullError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
+from engine.ingress import LONG_TEXT
 from engine.outbox import Delta
 from engine.sequence import FinishReason, SamplingParams
 from tests.fakes import FakeRunner, expected_output, fake_config, open_fake_engine
@@ -348,3 +350,19 @@ async def test_who_sits_without_getting_a_token_is_shown(autojump_clock: MockClo
 async def test_there_are_no_more_seats_than_blocks(autojump_clock: MockClock) -> None:
     async with open_fake_engine(fake_config(max_num_seqs=2), num_blocks=8) as engine:
         assert engine.capacity.max_num_seqs == 8
+
+
+async def test_a_long_text_at_the_door_holds_up_nobody() -> None:
+    async with open_fake_engine(num_blocks=8192, max_model_len=30_000, step_seconds=0.001) as engine:
+        encode, may_go_on = engine.tokenizer.encode, threading.Event()
+
+        def slow(text: str, *, parse_control: bool, add_special: bool = True) -> list[int]:
+            if len(text) > LONG_TEXT:
+                may_go_on.wait(5)
+            return encode(text, parse_control=parse_control, add_special=add_special)
+
+        engine.tokenizer.encode = slow  # type: ignore[method-assign]
+        giant = engine.submit(ask("x" * (LONG_TEXT + 1), 1))
+        assert (await read(engine.submit(ask("hello"))))[0] == answer("hello", 8)
+        may_go_on.set()
+        assert len((await read(giant))[1]) == 1

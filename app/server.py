@@ -15,6 +15,7 @@ from hypercorn.config import Config
 from hypercorn.trio import serve as serve_asgi
 
 from app.audit import AuditLog
+from app.connections import use_connections
 from app.http import Context, create_app
 from app.lifecycle import FAREWELL_SECONDS, Lifecycle
 from app.live_config import LiveConfig
@@ -103,6 +104,7 @@ async def run_http(
         listener.listen(BACKLOG)
     except OSError as error:
         raise _cannot_listen(error, *listener.getsockname()[:2]) from None
+    use_connections()
     await serve_asgi(
         app,
         hypercorn_config(listener),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from tests.fakes import expected_output
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.handle import GenerationRequest, Handle
 
 
 def is_clean(engine: Engine) -> bool:
@@ -96,6 +99,28 @@ async def test_the_same_on_http2_where_other_streams_of_the_connection_go_on(str
         await wait_for(lambda: is_clean(server.engine))
         assert server.engine.snapshot()["requests"]["aborted_by_cause_and_phase"] == {"client": {"decode": 1}}
         await socket.aclose()
+
+
+async def test_a_connection_that_its_client_closed_is_gone_at_once() -> None:
+    """Not when it would have been idle for long: until then it would hold a file descriptor."""
+    async with open_server() as server:
+        before = count_tasks()
+        for path in ("/healthz", "/v1/models"):
+            for _ in range(5):
+                async with httpx.AsyncClient(base_url=server.url) as client:
+                    assert (await client.get(path)).status_code == 200
+        await (await open_request(server, chat_body(max_tokens=5))).aclose()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        await wait_for(lambda: count_tasks() == before)
+
+
+def count_tasks() -> int:
+    def below(task: trio.lowlevel.Task) -> int:
+        return 1 + sum(below(child) for nursery in task.child_nurseries for child in nursery.child_tasks)
+
+    root = trio.lowlevel.current_root_task()
+    assert root is not None
+    return below(root)
 
 
 async def test_the_end_of_an_answer_closes_a_connection_that_asked_for_it() -> None:
@@ -221,10 +246,13 @@ async def test_a_body_that_never_ends_is_408(autojump_clock: trio.testing.MockCl
         assert json.loads(await driver.body() + await driver.body())["error"]["type"] == "timeout_error"
 
 
+KINDS = ("valid", "valid", "tiny", "long", "aborted")
+
+
 async def ask_at_random(server: Server, index: int, client: httpx.AsyncClient) -> None:
     """One of 200 requests: a valid one, an over-long one, one that is given up, or one of a few tokens."""
     rng = random.Random(index)
-    kind = rng.choice(["valid", "valid", "tiny", "long", "aborted"])
+    kind = rng.choice(KINDS)
     stream = rng.random() < 0.5
     length = rng.randrange(2000, 3000) if kind == "long" else rng.randrange(1, 100)
     max_tokens = {"tiny": rng.choice([1, 2])}.get(kind, rng.randrange(3, 40))
@@ -242,42 +270,66 @@ async def ask_at_random(server: Server, index: int, client: httpx.AsyncClient) -
         assert response.json()["error"]["code"] == "context_length_exceeded"
         return
     assert response.status_code == 200
+    expected = bytes(expected_output([257, *b"x" * length, 258], max_tokens)).decode()
     if stream:
         *chunks, usage, done = events(response.text)
         assert done == "[DONE]"
-        endings = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-        assert [reason for reason in endings if reason] == ["length"]
-        assert usage["usage"]["completion_tokens"] == max_tokens
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == expected
     else:
-        answer = response.json()
-        assert answer["choices"][0]["finish_reason"] == "length"
-        assert answer["usage"]["completion_tokens"] == max_tokens
+        usage = response.json()
+        assert usage["choices"][0]["finish_reason"] == "length"
+        assert usage["choices"][0]["message"]["content"] == expected
+    assert usage["usage"]["completion_tokens"] == max_tokens
+
+
+async def ask_200(server: Server) -> int:
+    """200 requests, 40 at a time, until nothing is left of them; the number of objects that then live."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        limiter = trio.CapacityLimiter(40)
+
+        async def ask(index: int) -> None:
+            async with limiter:
+                await ask_at_random(server, index, client)
+
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                for index in range(200):
+                    nursery.start_soon(ask, index)
+    await server.settle()
+    await wait_for(lambda: server.engine.num_streams == 0)
+    gc.collect()
+    return len(gc.get_objects())
 
 
 @pytest.mark.parametrize("num_blocks", [256, 48])
-async def test_200_random_requests_end_right_and_leave_nothing(num_blocks: int) -> None:
+async def test_200_random_requests_end_right_and_leave_nothing(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_server(num_blocks=num_blocks, step_seconds=0.0005) as server:
-        limits = httpx.Limits(max_connections=40)
-        async with httpx.AsyncClient(base_url=server.url, timeout=30, limits=limits) as client:
-            limiter = trio.CapacityLimiter(40)
+        submitted = 0
+        submit = server.engine.submit
 
-            async def ask(index: int) -> None:
-                async with limiter:
-                    await ask_at_random(server, index, client)
+        def count(request: GenerationRequest) -> Handle:
+            nonlocal submitted
+            submitted += 1
+            return submit(request)
 
-            with trio.fail_after(60):
-                async with trio.open_nursery() as nursery:
-                    for index in range(200):
-                        nursery.start_soon(ask, index)
-        await server.settle()
+        monkeypatch.setattr(server.engine, "submit", count)
+        rounds = [await ask_200(server) for _ in range(3)]
         requests = server.engine.snapshot()["requests"]
-        assert requests["running"] == requests["waiting"] == 0
-        assert requests["finished_by_reason"]["error"] == 0
-        assert (
-            sum(requests["finished_by_reason"].values())
-            + requests["rejected_by_reason"]["context_length_exceeded"]
-            + requests["aborted_by_cause_and_phase"].get("client", {}).get("door", 0)
-            <= 200
-        )
+        assert requests["running"] == requests["waiting"] == server.engine.num_open == 0
+        # Each one that came in ended once; those that were cut off may have left before they were read.
+        finished, rejected = requests["finished_by_reason"], requests["rejected_by_reason"]
+        aborted = requests["aborted_by_cause_and_phase"]["client"]
+        kinds = Counter(random.Random(index).choice(KINDS) for index in range(200))
+        assert finished["stop"] == finished["error"] == 0
+        assert finished["length"] == 3 * (kinds["valid"] + kinds["tiny"])
+        assert sum(rejected.values()) == rejected["context_length_exceeded"] == 3 * kinds["long"]
+        assert finished["abort"] + aborted.get("door", 0) == sum(aborted.values())
+        assert sum(finished.values()) + sum(rejected.values()) + aborted.get("door", 0) == submitted
+        assert submitted > 3 * (200 - kinds["aborted"])
+        assert rounds[2] < 1.02 * rounds[1]
         if num_blocks == 48:
             assert server.engine.snapshot()["preemptions"] > 0

@@ -15,7 +15,7 @@ from app.audit import AuditLog
 from app.live_config import LiveConfig, OutOfRangeError
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import SamplingParams
-from tests.app.serving import CHAT, chat_body, events, open_server
+from tests.app.serving import CHAT, COMPLETIONS, chat_body, events, open_server
 from tests.fakes import open_fake_engine
 
 if TYPE_CHECKING:
@@ -128,6 +128,58 @@ async def test_lowering_the_seats_under_16_streams_cuts_nobody() -> None:
             raised = (await server.client.patch("/admin/config", json={"max_num_seqs": 16})).json()
             assert raised["pending_drain"] == {}
         assert sorted(finished) == list(range(20))
+        await server.settle()
+
+
+async def test_the_hand_over_is_told_over_http() -> None:
+    """Two seats, requests of 2, 4 and 2 steps: the third sits down on the first one's seat in step 3."""
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
+    async with open_server(limits=limits, step_seconds=0.25) as server:
+        async with trio.open_nursery() as nursery:
+            for index, max_tokens in enumerate((2, 4, 2)):
+                body = {"prompt": "abc"[index], "max_tokens": max_tokens}
+                nursery.start_soon(lambda body=body: server.client.post(COMPLETIONS, json=body))
+                while server.engine.num_open <= index:
+                    await trio.sleep(0.001)
+        stats = await server.stats()
+    steps = stats["table"]["steps"]
+    assert stats["table"]["seats"] == 2
+    first, second, third = dict.fromkeys(row[1] for step in steps for row in step["rows"])
+    # The first step may have begun with one of them; from where both sit on, everything is known.
+    begin = next(index for index, step in enumerate(steps) if len(step["rows"]) == 2)
+    seated = [{row[1]: row[0] for row in step["rows"]} for step in steps]
+    assert all(len(seats) == len(set(seats.values())) <= 2 for seats in seated)
+    assert [sum(name in seats for seats in seated) for name in (first, second, third)] == [2, 4, 2]
+    seat = seated[begin][first]
+    last = max(index for index, seats in enumerate(seated) if first in seats)
+    assert seated[last + 1][third] == seat
+    assert third not in seated[last]
+    assert second in seated[last + 1]
+    assert stats["requests"]["finished_by_reason"]["length"] == 3
+
+
+async def test_raising_to_the_capacity_fills_every_seat_and_one_more_is_422() -> None:
+    async with open_server(limits={"max_num_seqs": 2}, step_seconds=0.01, num_blocks=2000) as server:
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=30) as client,
+            trio.open_nursery() as nursery,
+        ):
+            for _ in range(20):
+                nursery.start_soon(lambda: client.post(CHAT, json=chat_body(max_tokens=400)))
+            with trio.fail_after(5):
+                while (requests := (await server.stats())["requests"])["waiting"] < 18:
+                    assert requests["running"] <= 2
+                    await trio.sleep(0.001)
+            capacity = (await server.client.get("/admin/config")).json()["capacity"]["max_num_seqs"]
+            refused = await server.client.patch("/admin/config", json={"max_num_seqs": capacity + 1})
+            assert (refused.status_code, refused.json()["error"]["range"]) == (422, [1, capacity])
+            raised = await server.client.patch("/admin/config", json={"max_num_seqs": capacity})
+            assert raised.json()["effective"]["max_num_seqs"] == capacity == 16
+            with trio.fail_after(5):
+                while (running := (await server.stats())["requests"]["running"]) < capacity:
+                    await trio.sleep(0.001)
+            assert running == capacity
+            server.engine.abort_all("admin")
         await server.settle()
 
 

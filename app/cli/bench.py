@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, settings_of
-from app.cli.pull import fetch
+from app.cli.pull import with_model
 
 if TYPE_CHECKING:
     import argparse
@@ -23,8 +23,7 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print a table, and write the JSON where asked."""
-    settings = settings_of(options)
-    fetch(settings.model.name)
+    settings = with_model(settings_of(options))
     from app.bench import BATCHES, CONTEXTS, run_bench  # imports torch: seconds
 
     return run_bench(

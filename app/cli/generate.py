@@ -10,7 +10,7 @@ import trio
 
 from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, settings_of
 from app.cli.progress import Progress
-from app.cli.pull import fetch
+from app.cli.pull import with_model
 from engine.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -53,14 +53,12 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--input and --output go together.")
     if options.input is not None and options.output.exists() and options.output.samefile(options.input):
         raise ConfigError("--output would overwrite --input; name another file.")
-    config = settings_of(options).engine_config()
+    settings = settings_of(options)
     if options.prompt is not None:
-        fetch(config.model)
-        return trio.run(_answer_prompt, config, options)
+        return trio.run(_answer_prompt, with_model(settings).engine_config(), options)
     with options.input.open("rb") as lines:
         total = sum(1 for line in lines if line.strip())
-    fetch(config.model)
-    return trio.run(_answer_file, config, options, total)
+    return trio.run(_answer_file, with_model(settings).engine_config(), options, total)
 
 
 async def _answer_prompt(config: EngineConfig, options: argparse.Namespace) -> int:

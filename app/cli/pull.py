@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.cli.options import Parser, add_command
@@ -9,7 +10,8 @@ from app.cli.progress import Progress
 
 if TYPE_CHECKING:
     import argparse
-    from pathlib import Path
+
+    from app.config import Settings
 
 
 def register(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -34,3 +36,20 @@ def fetch(name: str) -> Path:
 
     with Progress(f"Fetching {name}", unit="bytes") as progress:
         return resolve_model(name, progress=progress)
+
+
+def with_model(settings: Settings) -> Settings:
+    """The settings with the model's path for its name, fetched: it is looked up once, and served under its name.
+
+    Raises:
+        ModelError: it cannot be found, fetched or is not what was expected.
+    """
+    name = settings.model.name
+    path = fetch(name)
+    served = settings.server.served_model_name or (None if Path(name).expanduser().exists() else name)
+    return settings.model_copy(
+        update={
+            "model": settings.model.model_copy(update={"name": str(path)}),
+            "server": settings.server.model_copy(update={"served_model_name": served}),
+        }
+    )

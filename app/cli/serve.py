@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from app.cli.options import ALL_SECTIONS, Parser, add_command, add_settings, settings_of
-from app.cli.pull import fetch
+from app.cli.pull import with_model
 
 if TYPE_CHECKING:
     import argparse
@@ -25,8 +25,8 @@ def run(options: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
     settings = settings_of(options)
     settings.check_exposure(insecure=options.insecure)
-    fetch(settings.model.name)
-    print(f"Loading {settings.model.name} ...", file=sys.stderr, flush=True)
+    name, settings = settings.model.name, with_model(settings)
+    print(f"Loading {name} ...", file=sys.stderr, flush=True)
     from app.server import serve  # torch and Quart take seconds to import; wrong use is answered before
 
     return trio.run(serve, settings)

@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import app.cli.generate
 import app.cli.pull
-import app.cli.serve
+import app.server
 import engine.engine
 import engine.loading.fetch
 from app.cli import main
 from app.cli.progress import Progress
+from app.cli.pull import with_model
+from app.config import load_settings
 from engine.errors import EngineError, ModelFileError
 from tests.fakes import fake_config, open_fake_engine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from app.config import Settings
     from engine.engine import Engine
 
 
@@ -43,8 +45,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 @pytest.fixture
 def no_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (app.cli.serve, app.cli.generate):
-        monkeypatch.setattr(module, "fetch", Path)
+    monkeypatch.setattr(app.cli.pull, "fetch", Path)
 
 
 @pytest.fixture
@@ -140,6 +141,38 @@ def test_pull_prints_where_the_model_is(run: Any, tmp_path: Path) -> None:
     assert run("pull", model) == (0, f"{model}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("flags", "served"),
+    [(["--model", "org/name"], "org/name"), (["--model", "org/name", "--served-model-name", "mine"], "mine")],
+)
+def test_a_model_is_looked_up_once_and_keeps_its_name(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], served: str
+) -> None:
+    asked: list[str] = []
+    seen: list[Settings] = []
+
+    def fetch(name: str) -> Path:
+        asked.append(name)
+        return tmp_path
+
+    async def serve(settings: Settings) -> int:
+        seen.append(settings)
+        return 0
+
+    monkeypatch.setattr(app.cli.pull, "fetch", fetch)
+    monkeypatch.setattr(app.server, "serve", serve)
+    assert run("serve", *flags)[0] == 0
+    config = seen[0].engine_config()
+    assert (asked, config.model, config.served_model_name) == (["org/name"], str(tmp_path), served)
+
+
+def test_a_model_of_ones_own_goes_by_its_files_name(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(b"x")
+    settings = with_model(load_settings(flags={"model.name": str(path)}))
+    assert (settings.model.name, settings.server.served_model_name) == (str(path), None)
+
+
 @pytest.mark.usefixtures("no_fetch")
 def test_a_port_in_use(run: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -215,7 +248,9 @@ def test_generate_answers_a_file(run: Any, tmp_path: Path) -> None:
     assert (code, out) == (0, "")
     assert err == f"5 of 5 lines answered; results in {target}\n"
     assert {json.loads(line)["custom_id"] for line in target.read_text().splitlines()} == set("01234")
-    source.write_text(source.read_text() + "\nnonsense\n")
+    source.write_bytes(source.read_bytes().replace(b'"4"', b'"\xff"'))
+    assert run("generate", "-i", source, "-o", target)[2].startswith("4 of 5 lines answered")
+    source.write_text("nonsense\n")
     assert run("generate", "-i", source, "-o", target)[0] == 1
     assert run("generate", "-i", source, "-o", source)[0] == 2
     assert run("generate", "-i", tmp_path / "none", "-o", target)[0] == 1

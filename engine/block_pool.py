@@ -1,13 +1,20 @@
-"""The KV blocks of one cache group: who holds which, and which are free."""
+"""The KV blocks of one cache group: who holds which, which are cached, and which are free."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.prefix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class BlockPool:
     """Hands out block ids and counts who refers to them.
 
-    A block is free, or referred to by one or more block tables. The pool knows numbers only; the memory
-    behind a block id belongs to the runner.
+    A block is *used* while one or more block tables refer to it, *cached* when none does but what it holds may be read
+    again, else *free*. The pool knows numbers only; the memory behind a block id belongs to the runner.
 
     Args:
         num_blocks: how many blocks there are; ids run from 0.
@@ -18,25 +25,41 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
+        self.cache = PrefixCache()
+        self.num_evictions = 0
         # Used as a stack, lowest ids on top: recently freed blocks are warm in the CPU's caches.
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody refers to."""
+        """Blocks that hold nothing."""
         return len(self._free)
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out: free ones, and cached ones after their eviction."""
+        return len(self._free) + self.cache.num_unreferenced
+
     def allocate(self, num_blocks: int) -> tuple[int, ...] | None:
-        """Take `num_blocks` blocks, each referred to once, or `None` when there are not as many."""
-        if num_blocks > len(self._free):
+        """Take `num_blocks` blocks, each referred to once, or `None` when there are not as many.
+
+        Cached blocks are evicted only when nothing is free.
+        """
+        if num_blocks > self.num_available:
             return None
-        block_ids = tuple(self._free.pop() for _ in range(num_blocks))
+        block_ids = tuple([self._free.pop() if self._free else self._evict() for _ in range(num_blocks)])
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
         return block_ids
 
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Refer once more to blocks that are used or cached."""
+        for block_id in block_ids:
+            self.cache.take(block_id)
+            self.ref_counts[block_id] += 1
+
     def free(self, block_ids: list[int]) -> None:
-        """Drop one reference to each block; a block without references is free.
+        """Drop one reference to each block; one without references is cached if it is known, else free.
 
         Raises:
             ValueError: a block was free already.
@@ -45,14 +68,18 @@ class BlockPool:
             if self.ref_counts[block_id] == 0:
                 raise ValueError(f"block {block_id} is free already")
             self.ref_counts[block_id] -= 1
-            if self.ref_counts[block_id] == 0:
+            if self.ref_counts[block_id]:
+                continue
+            if block_id in self.cache:
+                self.cache.release(block_id)
+            else:
                 self._free.append(block_id)
 
     def check_integrity(self, block_tables: list[list[int]]) -> None:
         """Compare the reference counts with the tables that hold the blocks.
 
         Raises:
-            RuntimeError: a count is off, or free and used blocks do not add up.
+            RuntimeError: a count is off, or used, cached and free blocks do not add up.
         """
         expected = [0] * self.num_blocks
         for table in block_tables:
@@ -61,5 +88,10 @@ class BlockPool:
         if expected != self.ref_counts:
             wrong = [i for i in range(self.num_blocks) if expected[i] != self.ref_counts[i]]
             raise RuntimeError(f"reference counts of blocks {wrong[:8]} differ from the tables that hold them")
-        if len(self._free) != expected.count(0) or len(set(self._free)) != len(self._free):
-            raise RuntimeError(f"{len(self._free)} blocks on the free list, {expected.count(0)} without a reference")
+        idle = sorted([*self._free, *self.cache.unreferenced()])
+        if idle != [i for i in range(self.num_blocks) if expected[i] == 0]:
+            raise RuntimeError(f"{len(self._free)} free and {self.cache.num_unreferenced} cached blocks do not add up")
+
+    def _evict(self) -> int:
+        self.num_evictions += 1
+        return self.cache.evict()

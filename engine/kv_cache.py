@@ -24,16 +24,18 @@ class KVUsage:
 
 
 class KVCache:
-    """Block tables of all sequences over one pool.
+    """Block tables of all sequences over one pool, and the prefix cache in it.
 
     Args:
         num_blocks: blocks in the pool.
         block_size: tokens of a block.
+        enable_prefix_caching: whether full blocks are remembered and read again.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
 
     @property
     def num_tokens(self) -> int:
@@ -43,6 +45,50 @@ class KVCache:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """The cached blocks that hold the beginning of a sequence, from its first token on.
+
+        The last known token is never among them: it must be computed to know what follows, and its block is written.
+        """
+        found: list[int] = []
+        if not self.enable_prefix_caching:
+            return found
+        size, token_ids = self.block_size, sequence.token_ids
+        parent = sequence.cache_root
+        for start in range(0, len(token_ids) - size, size):
+            hit = self.pool.cache.find(parent, tuple(token_ids[start : start + size]))
+            if hit is None:
+                break
+            block_id, parent = hit
+            found.append(block_id)
+        return found
+
+    def can_seat(self, sequence: Sequence, prefix: list[int], num_spare: int) -> bool:
+        """Whether all known tokens and the next one fit, with `num_spare` blocks left.
+
+        Args:
+            prefix: what `find_prefix` found. Blocks of it that others use cost nothing.
+        """
+        shared = sum(1 for block_id in prefix if self.pool.ref_counts[block_id])
+        needed = self.blocks_for(len(sequence.token_ids) + 1) - shared + num_spare
+        return needed <= self.pool.num_available
+
+    def seat(self, sequence: Sequence, prefix: list[int]) -> tuple[int, ...] | None:
+        """Begin a block table with a cached prefix and make room for all known tokens.
+
+        Returns:
+            The whole table, or `None` when there is no room; then nothing has changed.
+        """
+        self.pool.share(prefix)
+        sequence.block_ids.extend(prefix)
+        new_blocks = self.allocate(sequence, len(sequence.token_ids))
+        if new_blocks is None:
+            self.release(sequence)
+            return None
+        sequence.num_computed_tokens = len(prefix) * self.block_size
+        self.remember(sequence)
+        return (*prefix, *new_blocks)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
         """Make room for the first `num_tokens` tokens of a sequence.
@@ -59,16 +105,31 @@ class KVCache:
             sequence.block_ids.extend(block_ids)
         return block_ids
 
+    def remember(self, sequence: Sequence) -> None:
+        """Put the blocks that have become full into the prefix cache; to be called when one has."""
+        size = self.block_size
+        if not self.enable_prefix_caching:
+            sequence.next_full = sequence.end_length + size
+            return
+        if sequence.num_remembered_blocks == 0:
+            sequence.cache_parent = sequence.cache_root
+        for index in range(sequence.num_remembered_blocks, sequence.num_computed_tokens // size):
+            token_ids = tuple(sequence.token_ids[index * size : (index + 1) * size])
+            sequence.cache_parent = self.pool.cache.add(sequence.block_ids[index], sequence.cache_parent, token_ids)
+            sequence.num_remembered_blocks = index + 1
+        sequence.next_full = (sequence.num_remembered_blocks + 1) * size
+
     def release(self, sequence: Sequence) -> None:
         """Give back everything the sequence holds."""
         self.pool.free(sequence.block_ids)
         sequence.block_ids.clear()
+        sequence.num_remembered_blocks = 0
 
     @property
     def usage(self) -> KVUsage:
         """Blocks by state, now."""
-        free = self.pool.num_free
-        return KVUsage(total=self.pool.num_blocks, used=self.pool.num_blocks - free, cached=0, free=free)
+        total, free, cached = self.pool.num_blocks, self.pool.num_free, self.pool.cache.num_unreferenced
+        return KVUsage(total=total, used=total - free - cached, cached=cached, free=free)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Hold the pool against the tables of all live sequences.

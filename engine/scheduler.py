@@ -100,6 +100,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
         self.num_dropped_results = 0
         self.num_rows = 0
         self.num_useful_rows = 0
@@ -168,6 +170,8 @@ class Scheduler:
                 self._finish(sequence, FinishReason.ERROR)
                 continue
             sequence.num_computed_tokens = start + count
+            if start + count >= sequence.next_full:
+                self.kv_cache.remember(sequence)
             if sequence.num_prompt_tokens_read < sequence.num_prompt_tokens:
                 self._count_prompt(sequence)
             if not samples:
@@ -265,33 +269,23 @@ class Scheduler:
                 self.wait_reason = "token_budget"
                 return
             sequence = next(iter(self.waiting.values()))
-            if not self._fits(sequence):
+            prefix = self.kv_cache.find_prefix(sequence)
+            # A block to spare for each that runs keeps a newcomer from being thrown out at their next block border.
+            if self.running and not self.kv_cache.can_seat(sequence, prefix, num_spare=len(self.running)):
                 self.wait_reason = "kv_memory"
                 return
-            self._seat(sequence, plan, now)
+            self._seat(sequence, prefix, plan, now)
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether all known tokens and the next one fit, with a block to spare for each that runs.
-
-        The spare block keeps a newcomer from being thrown out again at the next block border of the others.
-        """
-        needed = self.kv_cache.blocks_for(sequence.num_tokens + 1) + len(self.running)
-        free = self.kv_cache.pool.num_free
-        return needed <= free or (not self.running and free == self.kv_cache.pool.num_blocks)
-
-    def _seat(self, sequence: Sequence, plan: _Plan, now: float) -> None:
+    def _seat(self, sequence: Sequence, prefix: list[int], plan: _Plan, now: float) -> None:
         del self.waiting[sequence.sequence_id]
         self.num_waiting_tokens -= sequence.num_tokens
-        self.num_recomputed_tokens += sequence.num_tokens_thrown_away
-        sequence.num_tokens_thrown_away = 0
         sequence.status = SequenceStatus.RUNNING
-        if sequence.first_seated_time is None:
-            sequence.first_seated_time = now
         sequence.seat = self._free_seats.pop()
         self.running.append(sequence)
-        new_blocks = self.kv_cache.allocate(sequence, sequence.num_tokens)
+        new_blocks = self.kv_cache.seat(sequence, prefix)
         if new_blocks is None:
             raise RuntimeError(f"sequence {sequence.sequence_id} was seated without room for its tokens")
+        self._count_hits(sequence, now)
         plan.seated.append(
             Seated(
                 seat=sequence.seat,
@@ -301,7 +295,21 @@ class Scheduler:
                 params=sequence.params,
             )
         )
-        plan.add(sequence, sequence.num_tokens, new_blocks)
+        plan.add(sequence, sequence.num_tokens - sequence.num_computed_tokens, new_blocks)
+
+    def _count_hits(self, sequence: Sequence, now: float) -> None:
+        """Count what the cache saved a newcomer of its prompt, or one that returns of what it had lost."""
+        hits = sequence.num_computed_tokens
+        if sequence.first_seated_time is None:
+            sequence.first_seated_time = now
+            sequence.num_cached_tokens = hits
+            sequence.num_prompt_tokens_read = hits
+            self.num_queried_tokens += sequence.num_prompt_tokens
+            self.num_hit_tokens += hits
+            self.num_prompt_tokens += hits
+        else:
+            self.num_recomputed_tokens += max(0, sequence.num_tokens_thrown_away - hits)
+        sequence.num_tokens_thrown_away = 0
 
     def _wait(self, sequence: Sequence, *, first: bool) -> None:
         self.waiting[sequence.sequence_id] = sequence

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 
 class SequenceStatus(Enum):
@@ -68,6 +72,10 @@ class Sequence:
         seat: the row of the batch it holds while running, else -1.
         last_step: the last step it took part in, else -1.
         arrival_time: seconds on the engine's clock.
+        cache_root: where its chain of cached blocks starts; only sequences of the same root share blocks.
+        cache_parent: uid of the last block that was remembered.
+        num_cached_tokens: prompt tokens that were in the cache when it first sat down.
+        next_full: the number of computed tokens at which a block becomes full.
     """
 
     sequence_id: int
@@ -89,6 +97,11 @@ class Sequence:
     first_seated_time: float | None = None
     first_token_time: float | None = None
     block_ids: list[int] = field(default_factory=list)
+    cache_root: Hashable = ""
+    cache_parent: Hashable = ""
+    num_cached_tokens: int = 0
+    num_remembered_blocks: int = 0
+    next_full: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

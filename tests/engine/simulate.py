@@ -30,9 +30,10 @@ class Simulation:
         max_model_len: int = 256,
         num_seats: int = 16,
         runner: Runner | None = None,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.scheduler = Scheduler(
-            KVCache(num_blocks, block_size),
+            KVCache(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
             limits=Limits(max_num_seqs, token_budget),
             num_seats=num_seats,
             max_model_len=max_model_len,

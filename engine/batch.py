@@ -23,6 +23,7 @@ class Seated:
     Attributes:
         token_ids: every token known now (prompt, and output after a preemption).
         num_prompt_tokens: how many of them are prompt, for `min_tokens`.
+        num_cached_tokens: how many of them need not be computed: their blocks come from the prefix cache.
     """
 
     seat: int
@@ -30,6 +31,7 @@ class Seated:
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     params: SamplingParams
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class EngineConfig:
         cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
         capacity_num_seqs: the highest `max_num_seqs` that can be set while it runs.
         capacity_num_batched_tokens: the same for `max_num_batched_tokens`.
+        enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
         max_waiting: requests that may wait.
         max_waiting_tokens: prompt tokens that may wait, all requests together.
         slow_client_seconds: a reader that takes nothing for so long is aborted.
@@ -55,6 +56,7 @@ class EngineConfig:
     num_threads: int = 0
     block_size: int = 16
     cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
     capacity_num_seqs: int = 64

@@ -54,13 +54,14 @@ class StepResult:
 
     Attributes:
         planned: when the step was planned; those in `seated` sat down then.
+        seated: sequence id, and how many of its tokens came from the prefix cache.
         finished: when its results were there.
     """
 
     planned: float
     finished: float
     updates: tuple[SequenceUpdate, ...]
-    seated: tuple[int, ...] = ()
+    seated: tuple[tuple[int, int], ...] = ()
     preempted: tuple[int, ...] = ()
 
 

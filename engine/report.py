@@ -78,7 +78,11 @@ class Report:
                 "usage": round(usage.used / usage.total, 4),
                 "owners": {s.request_id: len(s.block_ids) for s in scheduler.running},
             },
-            "prefix_cache": {"query_tokens": 0, "hit_tokens": 0},
+            "prefix_cache": {
+                "query_tokens": scheduler.num_queried_tokens,
+                "hit_tokens": scheduler.num_hit_tokens,
+                "evictions": scheduler.kv_cache.pool.num_evictions,
+            },
             "preemptions": scheduler.num_preemptions,
             "recomputed_tokens": scheduler.num_recomputed_tokens,
             "dropped_results": scheduler.num_dropped_results,
@@ -115,8 +119,8 @@ class Report:
                 "num_preemptions": scheduler.num_preemptions,
                 "prompt_tokens": stats.num_prompt_tokens,
                 "generation_tokens": stats.num_output_tokens,
-                "prefix_cache_queries": 0,
-                "prefix_cache_hits": 0,
+                "prefix_cache_queries": scheduler.num_queried_tokens,
+                "prefix_cache_hits": scheduler.num_hit_tokens,
             },
             labelled_gauges={
                 "num_requests_waiting_by_reason": (

@@ -293,6 +293,7 @@ class Scheduler:
                 token_ids=tuple(sequence.token_ids),
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 params=sequence.params,
+                num_cached_tokens=sequence.num_computed_tokens,
             )
         )
         plan.add(sequence, sequence.num_tokens - sequence.num_computed_tokens, new_blocks)

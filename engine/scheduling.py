@@ -78,7 +78,6 @@ class Scheduling:
         planned = trio.current_time()
         self._record(batch, planned)
         self.step_started = planned
-        num_prompt_tokens = self.scheduler.num_prompt_tokens
         error: Exception | None = None
         try:
             output = await self._stepper.run(lambda: self._runner.execute(batch))
@@ -93,8 +92,8 @@ class Scheduling:
         else:
             updates = self._fail(batch, error)
         self._stats.record_step(finished, finished - planned, batch.num_tokens)
-        self._stats.record_prompt(finished, self.scheduler.num_prompt_tokens - num_prompt_tokens)
-        seated = tuple(seated.sequence_id for seated in batch.seated)
+        self._stats.record_prompt(finished, self.scheduler.num_prompt_tokens - self._stats.num_prompt_tokens)
+        seated = tuple([(seated.sequence_id, seated.num_cached_tokens) for seated in batch.seated])
         return StepResult(planned, finished, tuple(updates), seated, batch.preempted)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[SequenceUpdate]:

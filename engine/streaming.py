@@ -29,6 +29,7 @@ class _Stream:
         self.handle = handle
         self.detokenizer = detokenizer
         self.times = RequestTimes(handle.arrival_time)
+        self.num_cached_tokens = 0
 
 
 class Streaming:
@@ -82,9 +83,10 @@ class Streaming:
         return len(self._streams)
 
     def _apply(self, result: StepResult) -> None:
-        for sequence_id in result.seated:
+        for sequence_id, num_cached_tokens in result.seated:
             stream = self._streams.get(sequence_id)
             if stream is not None and stream.times.seated is None:
+                stream.num_cached_tokens = num_cached_tokens
                 self._stats.record_seated(stream.times, result.planned)
         for sequence_id in result.preempted:
             stream = self._streams.get(sequence_id)
@@ -115,7 +117,7 @@ class Streaming:
         handle, times = stream.handle, stream.times
         del self._streams[handle.sequence_id]
         times.num_prompt_tokens = handle.num_prompt_tokens
-        usage = Usage(times.num_prompt_tokens, times.num_output_tokens)
+        usage = Usage(times.num_prompt_tokens, times.num_output_tokens, stream.num_cached_tokens)
         handle.outbox.close(stream.detokenizer.finish(), reason, usage, error)
         if handle.abort_cause is not None:
             reason = FinishReason.ABORT  # it came to an end by itself after the caller had left

@@ -52,9 +52,9 @@ class Simulation:
         prompt = tuple((len(self.sequences) * 7 + i * 3) % 256 for i in range(num_prompt_tokens))
         return self.add_prompt(prompt, SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
 
-    def add_prompt(self, prompt: tuple[int, ...], params: SamplingParams) -> Sequence:
+    def add_prompt(self, prompt: tuple[int, ...], params: SamplingParams, cache_root: str = "") -> Sequence:
         sequence_id = next(self._ids)
-        sequence = Sequence(sequence_id, f"r{sequence_id}", prompt, params, arrival_time=0.0)
+        sequence = Sequence(sequence_id, f"r{sequence_id}", prompt, params, arrival_time=0.0, cache_root=cache_root)
         self.scheduler.add(sequence)
         self.sequences[sequence_id] = sequence
         self.outputs[sequence_id] = []
@@ -62,12 +62,20 @@ class Simulation:
 
     def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule(float(len(self.batches)))
+        self.check_writes(batch)
         if batch.seats:
             self.apply(self.scheduler.update(batch, self.runner.execute(batch), float(len(self.batches))), batch.step)
         self.scheduler.check_integrity()
         assert batch.num_tokens <= batch.token_budget
         self.batches.append(batch)
         return batch
+
+    def check_writes(self, batch: ScheduledBatch) -> None:
+        """Nothing is ever written into a block that two sequences refer to."""
+        ref_counts, size = self.scheduler.kv_cache.pool.ref_counts, self.scheduler.kv_cache.block_size
+        for sequence_id, start, count in zip(batch.sequence_ids, batch.starts, batch.counts, strict=True):
+            written = self.sequences[sequence_id].block_ids[start // size : (start + count - 1) // size + 1]
+            assert [ref_counts[block_id] for block_id in written] == [1] * len(written)
 
     def apply(self, updates: list[SequenceUpdate], step: int) -> None:
         for update in updates:

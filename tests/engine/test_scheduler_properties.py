@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.sequence import FinishReason
+from engine.sequence import FinishReason, SamplingParams
 from tests.engine.simulate import Simulation
 from tests.fakes import expected_output
 
@@ -22,8 +22,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 24),
         block_size=st.sampled_from([1, 2, 4, 16]),
         max_model_len=st.integers(4, 100),
+        enable_prefix_caching=st.booleans(),
     )
-    def start(self, max_num_seqs: int, token_budget: int, num_blocks: int, block_size: int, max_model_len: int) -> None:
+    def start(
+        self,
+        max_num_seqs: int,
+        token_budget: int,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        enable_prefix_caching: bool,
+    ) -> None:
         self.simulation = Simulation(
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
@@ -31,12 +40,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_model_len=max_model_len,
             num_seats=8,
+            enable_prefix_caching=enable_prefix_caching,
         )
         self.empty_steps = 0
 
     @rule(length=st.integers(1, 60), max_tokens=st.one_of(st.none(), st.integers(1, 40)))
     def add(self, length: int, max_tokens: int | None) -> None:
         self.simulation.add(min(length, self.simulation.scheduler.usable_capacity), max_tokens)
+
+    @rule(family=st.integers(0, 2), length=st.integers(1, 60), max_tokens=st.integers(1, 20), root=st.sampled_from("ab"))
+    def add_relative(self, family: int, length: int, max_tokens: int, root: str) -> None:
+        """Prompts that begin alike, so that one finds the other's blocks."""
+        length = min(length, self.simulation.scheduler.usable_capacity)
+        prompt = tuple((family + i) % 256 for i in range(length))
+        self.simulation.add_prompt(prompt, SamplingParams(max_tokens=max_tokens), cache_root=root)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:

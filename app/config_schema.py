@@ -112,6 +112,15 @@ class CacheSection(Section):
     memory: Bytes | None = _setting(
         None, "bytes", "for the KV cache alone; auto takes a quarter of what is free", absent="auto", ge=1 << 20
     )
+    enable_prefix_caching: bool = _setting(
+        True, "", "keep what was computed and read it again where prompts begin alike"
+    )
+    cache_sharing: str = _setting(
+        "auto",
+        "",
+        "who shares cached prompts: all, each key alone, or groups like alice+bob; auto is all without keys, else key",
+        min_length=1,
+    )
 
 
 class SchedulerSection(Section):
@@ -221,6 +230,7 @@ class Settings(Section):
             num_threads=self.engine.num_threads or 0,
             block_size=self.cache.block_size,
             cache_memory_bytes=self.cache.memory,
+            enable_prefix_caching=self.cache.enable_prefix_caching,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             capacity_num_seqs=scheduler.capacity_num_seqs or _CAPACITY_FACTOR * scheduler.max_num_seqs,

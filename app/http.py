@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from app.config import Settings
     from app.lifecycle import Lifecycle
     from app.live_config import LiveConfig
+    from app.sharing import Sharing
     from app.telemetry import Telemetry
     from engine.engine import Engine
 
@@ -67,6 +68,7 @@ class Context:
     Attributes:
         audit: history of the live settings.
         live: the only way to change them.
+        sharing: who reads whose cached prompts.
         started_at: seconds since the epoch.
     """
 
@@ -76,6 +78,7 @@ class Context:
     lifecycle: Lifecycle
     audit: AuditLog
     live: LiveConfig
+    sharing: Sharing
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def stats(self) -> dict[str, Any]:

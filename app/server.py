@@ -19,6 +19,7 @@ from app.connections import use_connections
 from app.http import Context, create_app
 from app.lifecycle import FAREWELL_SECONDS, Lifecycle
 from app.live_config import LiveConfig
+from app.sharing import Sharing
 from app.telemetry import Telemetry
 from engine.engine import open_engine
 from engine.errors import ConfigError, RelevoError
@@ -41,9 +42,10 @@ async def serve(settings: Settings) -> int:
         The exit code: 0 after a drain.
 
     Raises:
-        RelevoError: the port is taken or the model cannot be loaded.
+        RelevoError: a setting is wrong, the port is taken or the model cannot be loaded.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    Sharing(settings)  # wrong groups are refused before the model is loaded
     with open_listening_socket(settings.server.host, settings.server.port) as listener:
         async with open_engine(settings.engine_config()) as engine:
             await serve_engine(settings, engine, listener)
@@ -85,6 +87,7 @@ def make_context(settings: Settings, engine: Engine, lifecycle: Lifecycle) -> Co
         lifecycle=lifecycle,
         audit=audit,
         live=LiveConfig(engine, audit),
+        sharing=Sharing(settings),
     )
 
 

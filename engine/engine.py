@@ -73,9 +73,7 @@ class Engine:
             config.capacity, max_num_seqs=max(config.max_num_seqs, min(config.capacity_num_seqs, loaded.num_blocks))
         )
         self._scheduler = Scheduler(
-            KVCache(
-                loaded.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
-            ),
+            KVCache(loaded.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
             limits=config.limits,
             num_seats=self.capacity.max_num_seqs,
             max_model_len=loaded.max_model_len,

@@ -11,7 +11,7 @@ from engine.outbox import Delta, Outbox, Usage
 from engine.sequence import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Hashable
 
     from engine.errors import RelevoError
 
@@ -50,6 +50,7 @@ class GenerationRequest:
         request_id: the name shown on pages and in logs; need not be unique.
         stop: strings that end the answer; nothing of them is ever shown.
         ignore_eos: the model's own end tokens do not end the answer.
+        cache_root: only requests of the same root share cached blocks.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    cache_root: Hashable = ""
 
 
 class Handle:

@@ -95,7 +95,14 @@ class Ingress:
         if not request.ignore_eos:
             stop_token_ids = params.stop_token_ids | self._tokenizer.stop_token_ids
             params = dataclasses.replace(params, stop_token_ids=stop_token_ids)
-        return Sequence(handle.sequence_id, handle.request_id, token_ids, params, handle.arrival_time)
+        return Sequence(
+            handle.sequence_id,
+            handle.request_id,
+            token_ids,
+            params,
+            handle.arrival_time,
+            cache_root=request.cache_root,
+        )
 
     def _check(self, handle: Handle, token_ids: tuple[int, ...]) -> None:
         param = handle.request.prompt.param

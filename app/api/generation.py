@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
-from quart import Response, request
+from quart import Response, g, request
 
 from app.api import sse
 from app.api.errors import ApiError, describe
@@ -46,7 +47,8 @@ class Generation:
 
 async def generate(context: Context, url: str) -> Response:
     """Answer a request to the route `url`, streamed or whole."""
-    planned = plan(context.engine, url, await read_json())
+    root = partial(context.sharing.root, g.who)
+    planned = plan(context.engine, url, await read_json(), cache_root=root)
     return await respond(submit(context, planned), stream=planned.body.stream)
 
 

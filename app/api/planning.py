@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from app.api import unsupported
@@ -16,14 +17,20 @@ from engine.errors import ContextLengthError, InvalidRequestError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from app.api.schemas import Body, GenerationBody
     from engine.engine import Engine
     from engine.loaded import ChatTemplateLike
 
 CHAT_URL: Final = "/v1/chat/completions"
 COMPLETION_URL: Final = "/v1/completions"
+
+
+CacheRoot = Callable[[str | None], tuple[str, str]]
+
+
+def no_sharing_rules(salt: str | None) -> tuple[str, str]:
+    """One user alone: only the salt counts."""
+    return ("", salt or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +42,18 @@ class Plan:
     envelope: Envelope
 
 
-def plan(engine: Engine, url: str, data: dict[str, Any]) -> Plan:
+def plan(engine: Engine, url: str, data: dict[str, Any], *, cache_root: CacheRoot = no_sharing_rules) -> Plan:
     """Check the body of a request to the route `url`.
+
+    Args:
+        cache_root: from the body's `cache_salt` to where its chain in the prefix cache starts.
 
     Raises:
         RelevoError: it cannot be served as it stands.
     """
-    return _plan_chat(engine, data) if url == CHAT_URL else _plan_completion(engine, data)
+    planned = _plan_chat(engine, data) if url == CHAT_URL else _plan_completion(engine, data)
+    root = cache_root(planned.body.cache_salt)
+    return replace(planned, request=replace(planned.request, cache_root=root))
 
 
 def _plan_chat(engine: Engine, data: dict[str, Any]) -> Plan:

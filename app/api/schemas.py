@@ -61,6 +61,7 @@ class GenerationBody(Body):
     Attributes:
         timeout: deadline on the server, in seconds from arrival.
         min_tokens: no end before this many tokens.
+        cache_salt: cached prompts are shared only with requests of the same salt.
     """
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -79,6 +80,7 @@ class GenerationBody(Body):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     @field_validator("stop", mode="before")
     @classmethod

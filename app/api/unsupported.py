@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 _SHARED: Final[dict[str, tuple[Any, ...]]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "cache_salt": (),
     "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),

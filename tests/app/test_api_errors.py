@@ -58,7 +58,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 0.5}, "presence_penalty"),
     ({"repetition_penalty": 1.1}, "repetition_penalty"),
     ({"priority": 1}, "priority"),
-    ({"cache_salt": "x"}, "cache_salt"),
+    ({"cache_salt": ""}, "cache_salt"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"stop_token_ids": [5]}, "stop_token_ids"),

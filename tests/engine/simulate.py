@@ -73,8 +73,8 @@ class Simulation:
     def check_writes(self, batch: ScheduledBatch) -> None:
         """Nothing is ever written into a block that two sequences refer to."""
         ref_counts, size = self.scheduler.kv_cache.pool.ref_counts, self.scheduler.kv_cache.block_size
-        for sequence_id, start, count in zip(batch.sequence_ids, batch.starts, batch.counts, strict=True):
-            written = self.sequences[sequence_id].block_ids[start // size : (start + count - 1) // size + 1]
+        for sequence_id, start, length in zip(batch.sequence_ids, batch.starts, batch.counts, strict=True):
+            written = self.sequences[sequence_id].block_ids[start // size : (start + length - 1) // size + 1]
             assert [ref_counts[block_id] for block_id in written] == [1] * len(written)
 
     def apply(self, updates: list[SequenceUpdate], step: int) -> None:

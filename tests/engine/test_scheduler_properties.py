@@ -48,7 +48,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, length: int, max_tokens: int | None) -> None:
         self.simulation.add(min(length, self.simulation.scheduler.usable_capacity), max_tokens)
 
-    @rule(family=st.integers(0, 2), length=st.integers(1, 60), max_tokens=st.integers(1, 20), root=st.sampled_from("ab"))
+    @rule(
+        family=st.integers(0, 2), length=st.integers(1, 60), max_tokens=st.integers(1, 20), root=st.sampled_from("ab")
+    )
     def add_relative(self, family: int, length: int, max_tokens: int, root: str) -> None:
         """Prompts that begin alike, so that one finds the other's blocks."""
         length = min(length, self.simulation.scheduler.usable_capacity)

@@ -86,7 +86,7 @@ async def test_text_parts_are_text_and_control_tokens_in_them_stay_text() -> Non
 async def test_streamed_and_whole_answers_agree(path: str, stop: object, max_tokens: int) -> None:
     fields = {"max_tokens": max_tokens, "stop": stop, "seed": 1}
     body = chat_body(**fields) if path == CHAT else completion_body(**fields)
-    async with open_server() as server:
+    async with open_server(limits={"enable_prefix_caching": False}) as server:
         whole = (await server.client.post(path, json=body)).json()
         streaming = body | {"stream": True, "stream_options": {"include_usage": True}}
         response = await server.client.post(path, json=streaming)

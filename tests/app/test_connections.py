@@ -104,6 +104,7 @@ async def test_the_same_on_http2_where_other_streams_of_the_connection_go_on(str
 async def test_a_connection_that_its_client_closed_is_gone_at_once() -> None:
     """Not when it would have been idle for long: until then it would hold a file descriptor."""
     async with open_server() as server:
+        await trio.testing.wait_all_tasks_blocked(0.05)  # the listener's own task comes a moment after the server
         before = count_tasks()
         for path in ("/healthz", "/v1/models"):
             for _ in range(5):

@@ -58,3 +58,26 @@ def test_all_twelve_prompts_among_strangers(
     assert simulation.scheduler.num_preemptions > 0
     for sequence_id, output_ids in wanted.items():
         assert simulation.outputs[sequence_id] == output_ids
+
+
+def test_hit_or_miss_the_answer_is_the_same(small_pool_runner: ModelRunner, reference: dict[str, Any]) -> None:
+    simulation = Simulation(
+        max_num_seqs=4,
+        token_budget=512,
+        num_blocks=MAX_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=512,
+        runner=small_pool_runner,
+    )
+    cases = [case for case in reference["greedy"] if len(case["prompt_ids"]) > 2 * BLOCK_SIZE][:3]
+    cached = []
+    for _ in range(2):
+        for case in cases:
+            params = SamplingParams(temperature=0, max_tokens=len(case["output_ids"]))
+            sequence = simulation.add_prompt(tuple(case["prompt_ids"]), params)
+            simulation.run()
+            assert simulation.outputs[sequence.sequence_id] == case["output_ids"]
+            cached.append(sequence.num_cached_tokens)
+    # All chats begin with the same system prompt; the second time everything but the last block is found.
+    assert cached[0] == 0
+    assert all(num_tokens >= 2 * BLOCK_SIZE for num_tokens in cached[3:])

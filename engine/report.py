@@ -155,12 +155,13 @@ class Report:
             "aborted_by_cause_and_phase": aborted,
         }
 
+    def _wait_reason(self, sequence: Sequence) -> str:
+        if sequence.sequence_id in self._scheduler.too_large_now:
+            return "kv_memory"
+        return self._scheduler.wait_reason or "token_budget"
+
     def _waiting_by_reason(self) -> dict[str, int]:
-        """Everybody waits for what the first in the queue waits for: the order of arrival is kept."""
-        counts: Counter[str] = Counter()
-        if self._scheduler.waiting:
-            counts[self._scheduler.wait_reason or "token_budget"] = len(self._scheduler.waiting)
-        return dict(counts)
+        return dict(Counter(self._wait_reason(sequence) for sequence in self._scheduler.waiting.values()))
 
     def _active(self, sequence: Sequence, now: float) -> dict[str, Any]:
         waits = sequence.seat < 0
@@ -168,7 +169,7 @@ class Report:
         return {
             "request_id": sequence.request_id,
             "state": sequence.status.value,
-            "reason": (self._scheduler.wait_reason or "token_budget") if waits else None,
+            "reason": self._wait_reason(sequence) if waits else None,
             "phase": None if waits else ("prefill" if sequence.num_output_tokens == 0 else "decode"),
             "seat": None if waits else sequence.seat,
             "prompt_tokens": sequence.num_prompt_tokens,

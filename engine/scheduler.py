@@ -8,9 +8,11 @@ then those that wait. Reading a prompt in chunks and computing again after a pre
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.batch import ScheduledBatch, Seated
+from engine.plan import Plan
 from engine.sequence import FinishReason, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from engine.kv_cache import KVCache
 
 
+# How many that do not fit are passed over in one step, and how often one of them in its life.
+MAX_SKIPPED = 8
+MAX_OVERTAKEN = 16
+
+
 class SequenceUpdate(NamedTuple):
     """What became of one sequence in one step: a token, an ending, or both."""
 
@@ -28,54 +35,6 @@ class SequenceUpdate(NamedTuple):
     token_id: int | None
     finish_reason: FinishReason | None = None
     error: str | None = None
-
-
-class _Plan:
-    """The columns of a batch while it is being made."""
-
-    def __init__(self, step: int, limits: Limits) -> None:
-        self.step = step
-        self.limits = limits
-        self.tokens_left = limits.max_num_batched_tokens
-        self.seats: list[int] = []
-        self.sequence_ids: list[int] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.samples: list[bool] = []
-        self.decodes: list[bool] = []
-        self.seated: list[Seated] = []
-        self.new_blocks: list[tuple[int, tuple[int, ...]]] = []
-        self.preempted: list[int] = []
-
-    def add(self, sequence: Sequence, behind: int, new_blocks: tuple[int, ...]) -> None:
-        """Give `sequence` tokens; `behind` is how many of its known tokens are not computed yet."""
-        count = behind if behind < self.tokens_left else self.tokens_left
-        self.tokens_left -= count
-        self.seats.append(sequence.seat)
-        self.sequence_ids.append(sequence.sequence_id)
-        self.starts.append(sequence.num_computed_tokens)
-        self.counts.append(count)
-        self.samples.append(count == behind)
-        self.decodes.append(behind == 1 and sequence.num_computed_tokens >= sequence.num_prompt_tokens)
-        if new_blocks:
-            self.new_blocks.append((sequence.seat, new_blocks))
-        sequence.last_step = self.step
-
-    def freeze(self) -> ScheduledBatch:
-        return ScheduledBatch(
-            step=self.step,
-            seats=tuple(self.seats),
-            sequence_ids=tuple(self.sequence_ids),
-            starts=tuple(self.starts),
-            counts=tuple(self.counts),
-            samples=tuple(self.samples),
-            decodes=tuple(self.decodes),
-            seated=tuple(self.seated),
-            new_blocks=tuple(self.new_blocks),
-            preempted=tuple(self.preempted),
-            token_budget=self.limits.max_num_batched_tokens,
-            generation=self.limits.generation,
-        )
 
 
 class Scheduler:
@@ -95,7 +54,9 @@ class Scheduler:
         self.usable_capacity = min(max_model_len, kv_cache.num_tokens)
         self.running: list[Sequence] = []
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        # Why the queue does not move; those in `too_large_now` wait for memory whatever it says.
         self.wait_reason: str | None = None
+        self.too_large_now: tuple[int, ...] = ()
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
@@ -142,11 +103,11 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledBatch:
         """Plan the next step. An empty batch means that nothing waits or runs."""
-        plan = _Plan(self._step + 1, self.limits)
+        plan = Plan(self._step + 1, self.limits)
         self._continue_running(plan)
         if plan.preempted:
             # Whoever lost its seat must not take it back from under those it was lost to.
-            self.wait_reason = "kv_memory"
+            self.wait_reason, self.too_large_now = "kv_memory", ()
         else:
             self._admit_waiting(plan, now)
         if plan.seats:
@@ -217,7 +178,7 @@ class Scheduler:
             self.num_prompt_tokens += read - sequence.num_prompt_tokens_read
             sequence.num_prompt_tokens_read = read
 
-    def _continue_running(self, plan: _Plan) -> None:
+    def _continue_running(self, plan: Plan) -> None:
         running, block_size = self.running, self.kv_cache.block_size
         if plan.tokens_left < len(running):
             # Not everyone gets a token: those who have waited longest go first, so that nobody starves.
@@ -235,7 +196,7 @@ class Scheduler:
             if new_blocks is not None:
                 plan.add(sequence, num_tokens - sequence.num_computed_tokens, new_blocks)
 
-    def _make_room(self, sequence: Sequence, plan: _Plan) -> tuple[int, ...] | None:
+    def _make_room(self, sequence: Sequence, plan: Plan) -> tuple[int, ...] | None:
         """Blocks for all known tokens; if there are none, the youngest give theirs, at worst the sequence itself."""
         while True:
             new_blocks = self.kv_cache.allocate(sequence, len(sequence.token_ids))
@@ -246,7 +207,7 @@ class Scheduler:
             if victim is sequence:
                 return None
 
-    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         """Take seat and blocks away; it will be computed again from its tokens (recompute, vLLM)."""
         self.running.remove(sequence)
         self._vacate(sequence)
@@ -258,25 +219,39 @@ class Scheduler:
         plan.preempted.append(sequence.sequence_id)
         self._wait(sequence, first=True)
 
-    def _admit_waiting(self, plan: _Plan, now: float) -> None:
-        """Fill free seats from the front of the queue; the first one that cannot sit down says why all wait."""
+    def _admit_waiting(self, plan: Plan, now: float) -> None:
+        """Fill free seats in the order of the queue.
+
+        Where memory is short for one, a few behind it that fit may overtake it: a waiting giant must not hold up the
+        small ones. Nobody is overtaken more than `MAX_OVERTAKEN` times, and one that was preempted never.
+        """
         self.wait_reason = None
-        while self.waiting:
+        self.too_large_now = ()
+        skipped: list[Sequence] = []
+        free_seats = self.limits.max_num_seqs - len(self.running)
+        for sequence in list(islice(self.waiting.values(), max(0, free_seats) + MAX_SKIPPED + 1)):
             if len(self.running) >= self.limits.max_num_seqs:
                 self.wait_reason = "seats"
-                return
+                break
             if plan.tokens_left == 0:
                 self.wait_reason = "token_budget"
-                return
-            sequence = next(iter(self.waiting.values()))
+                break
             prefix = self.kv_cache.find_prefix(sequence)
             # A block to spare for each that runs keeps a newcomer from being thrown out at their next block border.
             if self.running and not self.kv_cache.can_seat(sequence, prefix, num_spare=len(self.running)):
                 self.wait_reason = "kv_memory"
-                return
-            self._seat(sequence, prefix, plan, now)
+                skipped.append(sequence)
+                if len(skipped) > MAX_SKIPPED or sequence.status is SequenceStatus.PREEMPTED:
+                    break
+            elif any(other.num_overtaken >= MAX_OVERTAKEN for other in skipped):
+                break
+            else:
+                self._seat(sequence, prefix, plan, now)
+                for other in skipped:
+                    other.num_overtaken += 1
+        self.too_large_now = tuple([sequence.sequence_id for sequence in skipped])
 
-    def _seat(self, sequence: Sequence, prefix: list[int], plan: _Plan, now: float) -> None:
+    def _seat(self, sequence: Sequence, prefix: list[int], plan: Plan, now: float) -> None:
         del self.waiting[sequence.sequence_id]
         self.num_waiting_tokens -= sequence.num_tokens
         sequence.status = SequenceStatus.RUNNING

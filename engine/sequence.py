@@ -72,6 +72,7 @@ class Sequence:
         seat: the row of the batch it holds while running, else -1.
         last_step: the last step it took part in, else -1.
         arrival_time: seconds on the engine's clock.
+        num_overtaken: how often one behind it in the queue was seated before it, for want of memory.
         cache_root: where its chain of cached blocks starts; only sequences of the same root share blocks.
         cache_parent: uid of the last block that was remembered.
         num_cached_tokens: prompt tokens that were in the cache when it first sat down.
@@ -93,6 +94,7 @@ class Sequence:
     seat: int = -1
     last_step: int = -1
     num_preemptions: int = 0
+    num_overtaken: int = 0
     num_tokens_thrown_away: int = 0
     first_seated_time: float | None = None
     first_token_time: float | None = None

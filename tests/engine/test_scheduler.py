@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.batch import StepOutput
+from engine.scheduler import MAX_OVERTAKEN
 from engine.sequence import FinishReason, SequenceStatus
 from tests.engine.simulate import Simulation
 from tests.fakes import EOS, expected_output
@@ -188,3 +189,41 @@ def test_a_stop_token_ends_the_answer() -> None:
     updates = simulation.scheduler.update(batch, StepOutput(1, (EOS,)), 0.0)
     assert updates[0].finish_reason is FinishReason.STOP
     assert sequence.is_finished
+
+
+def test_a_waiting_giant_does_not_hold_up_those_that_fit() -> None:
+    simulation = Simulation(num_blocks=40, block_size=4, max_model_len=160)
+    simulation.add(60, 60)
+    simulation.step()
+    giant, small = simulation.add(120, 2), simulation.add(5, 2)
+    simulation.step()
+    assert small.seat >= 0
+    assert giant.seat < 0
+    assert simulation.scheduler.wait_reason == "kv_memory"
+    simulation.run()
+    assert simulation.outputs[giant.sequence_id] == expected_output(giant.prompt_token_ids, 2)
+
+
+def test_a_giant_is_not_starved_by_small_ones() -> None:
+    simulation = Simulation(num_blocks=40, block_size=4, max_model_len=160)
+    for _ in range(3):
+        simulation.add(20, 8)
+    simulation.step()
+    giant = simulation.add(140, 2)
+    steps = 0
+    while giant.first_seated_time is None:
+        simulation.add(20, 8)
+        simulation.step()
+        steps += 1
+        assert steps < 100
+    assert giant.num_overtaken <= MAX_OVERTAKEN
+    simulation.run()
+
+
+def test_equal_requests_keep_the_order_of_their_arrival() -> None:
+    simulation = Simulation(max_num_seqs=3, num_blocks=30, block_size=4)
+    for _ in range(20):
+        simulation.add(10, 12)
+    simulation.run()
+    first_seated = sorted(simulation.sequences.values(), key=lambda sequence: sequence.first_seated_time or 0.0)
+    assert [sequence.sequence_id for sequence in first_seated] == sorted(simulation.sequences)

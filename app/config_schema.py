@@ -126,6 +126,11 @@ class CacheSection(Section):
 class SchedulerSection(Section):
     """`[scheduler]`."""
 
+    admission: Literal["on_demand", "reserve", "predicted"] = _setting(
+        "on_demand",
+        "",
+        "memory a newcomer must find: what it needs now, its longest answer, or an answer of usual length",
+    )
     max_num_seqs: int = _setting(16, "sequences", "seats: how many run at once; live", ge=1, le=4096)
     max_num_batched_tokens: int = _setting(
         128,
@@ -231,6 +236,7 @@ class Settings(Section):
             block_size=self.cache.block_size,
             cache_memory_bytes=self.cache.memory,
             enable_prefix_caching=self.cache.enable_prefix_caching,
+            admission=scheduler.admission,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             capacity_num_seqs=scheduler.capacity_num_seqs or _CAPACITY_FACTOR * scheduler.max_num_seqs,

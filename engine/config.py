@@ -41,6 +41,7 @@ class EngineConfig:
         num_threads: threads of the torch thread pool; 0 is one a core.
         block_size: tokens of a KV block.
         cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
+        admission: how much memory a newcomer must find: `on_demand`, `reserve` or `predicted`.
         capacity_num_seqs: the highest `max_num_seqs` that can be set while it runs.
         capacity_num_batched_tokens: the same for `max_num_batched_tokens`.
         enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
@@ -57,6 +58,7 @@ class EngineConfig:
     block_size: int = 16
     cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    admission: str = "on_demand"
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
     capacity_num_seqs: int = 64

@@ -64,15 +64,14 @@ class KVCache:
             found.append(block_id)
         return found
 
-    def can_seat(self, sequence: Sequence, prefix: list[int], num_spare: int) -> bool:
-        """Whether all known tokens and the next one fit, with `num_spare` blocks left.
+    def fits(self, num_blocks: int, prefix: list[int], num_promised: int) -> bool:
+        """Whether a newcomer of `num_blocks` blocks finds room beside `num_promised` more that others will need.
 
         Args:
             prefix: what `find_prefix` found. Blocks of it that others use cost nothing.
         """
         shared = sum(1 for block_id in prefix if self.pool.ref_counts[block_id])
-        needed = self.blocks_for(len(sequence.token_ids) + 1) - shared + num_spare
-        return needed <= self.pool.num_available
+        return num_blocks - shared + num_promised <= self.pool.num_available
 
     def seat(self, sequence: Sequence, prefix: list[int]) -> tuple[int, ...] | None:
         """Begin a block table with a cached prefix and make room for all known tokens.

@@ -98,6 +98,7 @@ class Report:
                 "max_num_seqs": limits.max_num_seqs,
                 "max_num_batched_tokens": limits.max_num_batched_tokens,
                 "generation": limits.generation,
+                "admission": self._config.admission,
             },
             "table": self._scheduling.log.table(limits),
         }

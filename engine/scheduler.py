@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.batch import ScheduledBatch, Seated
 from engine.plan import Plan
+from engine.policy import OnDemand
 from engine.sequence import FinishReason, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from engine.batch import StepOutput
     from engine.config import Limits
     from engine.kv_cache import KVCache
+    from engine.policy import AdmissionPolicy
 
 
 # How many that do not fit are passed over in one step, and how often one of them in its life.
@@ -45,10 +47,20 @@ class Scheduler:
         limits: seats and token budget at the start.
         num_seats: the highest `max_num_seqs` there can ever be.
         max_model_len: context length of the model, in tokens.
+        admission: how much memory a newcomer must find.
     """
 
-    def __init__(self, kv_cache: KVCache, *, limits: Limits, num_seats: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        *,
+        limits: Limits,
+        num_seats: int,
+        max_model_len: int,
+        admission: AdmissionPolicy | None = None,
+    ) -> None:
         self.kv_cache = kv_cache
+        self.admission: AdmissionPolicy = admission or OnDemand()
         self.limits = limits
         self.num_seats = num_seats
         self.usable_capacity = min(max_model_len, kv_cache.num_tokens)
@@ -143,6 +155,7 @@ class Scheduler:
             reason = _ending(sequence, token_id)
             updates.append(SequenceUpdate(sequence_id, token_id, reason))
             if reason is not None:
+                self.admission.observe(sequence)
                 self._finish(sequence, reason)
         return updates
 
@@ -228,6 +241,7 @@ class Scheduler:
         self.wait_reason = None
         self.too_large_now = ()
         skipped: list[Sequence] = []
+        promised: int | None = None  # blocks; looked at only where somebody waits
         free_seats = self.limits.max_num_seqs - len(self.running)
         for sequence in list(islice(self.waiting.values(), max(0, free_seats) + MAX_SKIPPED + 1)):
             if len(self.running) >= self.limits.max_num_seqs:
@@ -237,8 +251,9 @@ class Scheduler:
                 self.wait_reason = "token_budget"
                 break
             prefix = self.kv_cache.find_prefix(sequence)
-            # A block to spare for each that runs keeps a newcomer from being thrown out at their next block border.
-            if self.running and not self.kv_cache.can_seat(sequence, prefix, num_spare=len(self.running)):
+            if promised is None:
+                promised = sum([self._promised_blocks(other) for other in self.running])
+            if self.running and not self.kv_cache.fits(self._expected_blocks(sequence), prefix, promised):
                 self.wait_reason = "kv_memory"
                 skipped.append(sequence)
                 if len(skipped) > MAX_SKIPPED or sequence.status is SequenceStatus.PREEMPTED:
@@ -247,9 +262,19 @@ class Scheduler:
                 break
             else:
                 self._seat(sequence, prefix, plan, now)
+                promised += self._promised_blocks(sequence)
                 for other in skipped:
                     other.num_overtaken += 1
         self.too_large_now = tuple([sequence.sequence_id for sequence in skipped])
+
+    def _expected_blocks(self, sequence: Sequence) -> int:
+        """Blocks that the policy wants for a sequence, those it has included."""
+        expected = self.admission.expected_tokens(sequence, self.kv_cache.block_size)
+        return self.kv_cache.blocks_for(min(expected, self.usable_capacity))
+
+    def _promised_blocks(self, sequence: Sequence) -> int:
+        """Blocks that the policy wants for a running sequence beyond those it has."""
+        return max(0, self._expected_blocks(sequence) - len(sequence.block_ids))
 
     def _seat(self, sequence: Sequence, prefix: list[int], plan: Plan, now: float) -> None:
         del self.waiting[sequence.sequence_id]

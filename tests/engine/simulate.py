@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import Limits
 from engine.kv_cache import KVCache
+from engine.policy import make_admission
 from engine.scheduler import Scheduler
 from engine.sequence import SamplingParams, Sequence
 from tests.fakes import FakeRunner
@@ -31,12 +32,14 @@ class Simulation:
         num_seats: int = 16,
         runner: Runner | None = None,
         enable_prefix_caching: bool = True,
+        admission: str = "on_demand",
     ) -> None:
         self.scheduler = Scheduler(
             KVCache(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
             limits=Limits(max_num_seqs, token_budget),
             num_seats=num_seats,
             max_model_len=max_model_len,
+            admission=make_admission(admission),
         )
         self.runner: Runner = runner or FakeRunner(num_blocks, block_size)
         self.outputs: dict[int, list[int]] = {}

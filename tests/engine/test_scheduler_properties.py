@@ -24,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4, 16]),
         max_model_len=st.integers(4, 100),
         enable_prefix_caching=st.booleans(),
+        admission=st.sampled_from(["on_demand", "reserve", "predicted"]),
     )
     def start(
         self,
@@ -33,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size: int,
         max_model_len: int,
         enable_prefix_caching: bool,
+        admission: str,
     ) -> None:
         self.simulation = Simulation(
             max_num_seqs=max_num_seqs,
@@ -42,7 +44,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             num_seats=8,
             enable_prefix_caching=enable_prefix_caching,
+            admission=admission,
         )
+        self.never_preempts = admission == "reserve"
         self.empty_steps = 0
 
     @rule(length=st.integers(1, 60), max_tokens=st.one_of(st.none(), st.integers(1, 40)))
@@ -91,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         simulation = self.simulation
         simulation.run()
+        assert not (self.never_preempts and simulation.scheduler.num_preemptions)
         usage = simulation.scheduler.kv_cache.usage
         assert usage.free + usage.cached == usage.total
         for sequence in simulation.sequences.values():

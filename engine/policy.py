@@ -1,0 +1,96 @@
+"""How far ahead the scheduler looks when it gives out memory: small strategies beside its loop.
+
+A policy says how long it expects a sequence to become. A newcomer is seated when what is expected of it, and what is
+still expected of those that run, fits into the blocks that can be had.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.sequence import Sequence
+
+NUM_OBSERVED = 512
+QUANTILE = 0.8
+
+
+class AdmissionPolicy(Protocol):
+    """Expectations about lengths, in tokens."""
+
+    def expected_tokens(self, sequence: Sequence, block_size: int, /) -> int:
+        """Tokens for which the sequence should find room without anybody having to leave."""
+        ...
+
+    def observe(self, sequence: Sequence) -> None:
+        """An answer came to its own end."""
+        ...
+
+
+class OnDemand:
+    """Grow block by block and preempt the youngest when memory runs out (vLLM).
+
+    One more block each is kept in hand: without it a newcomer would be thrown out again at the others' next border.
+    """
+
+    def expected_tokens(self, sequence: Sequence, block_size: int) -> int:
+        """What is known, and one block more."""
+        return len(sequence.token_ids) + block_size
+
+    def observe(self, sequence: Sequence) -> None:
+        """Nothing is learnt."""
+
+
+class Reserve:
+    """Room for prompt and `max_tokens` before the first step; never preempts (Orca; TensorRT-LLM's guaranteed mode)."""
+
+    def expected_tokens(self, sequence: Sequence, _block_size: int, /) -> int:
+        """The longest it can become; the last token needs no room."""
+        return sequence.end_length - 1
+
+    def observe(self, sequence: Sequence) -> None:
+        """Nothing is learnt."""
+
+
+class Predicted:
+    """Room for an answer as long as most were lately: fewer preemptions than on demand, less waste than a reservation.
+
+    Until the first answer has ended it expects what `OnDemand` does.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def expected_tokens(self, sequence: Sequence, block_size: int) -> int:
+        """Prompt and the length that four in five of the last answers did not exceed, if it is not past it already."""
+        known = len(sequence.token_ids) + block_size
+        if not self._sorted:
+            return known
+        likely = self._sorted[int(QUANTILE * (len(self._sorted) - 1))]
+        return max(known, min(sequence.num_prompt_tokens + likely, sequence.end_length - 1))
+
+    def observe(self, sequence: Sequence) -> None:
+        """Remember the length of the answer; the oldest of many is forgotten."""
+        length = sequence.num_output_tokens
+        self._arrived.append(length)
+        insort(self._sorted, length)
+        if len(self._arrived) > NUM_OBSERVED:
+            del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]
+
+
+def make_admission(name: str) -> AdmissionPolicy:
+    """The policy of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    policies: dict[str, Callable[[], AdmissionPolicy]]
+    policies = {"on_demand": OnDemand, "reserve": Reserve, "predicted": Predicted}
+    if name not in policies:
+        raise ValueError(f"no admission policy {name!r}: there are {', '.join(policies)}")
+    return policies[name]()

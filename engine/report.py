@@ -60,6 +60,8 @@ class Report:
         """The object of `/ops/stats.json`; `now` is on the engine's clock."""
         scheduler, stats = self._scheduler, self._stats
         usage = scheduler.kv_cache.usage
+        ref_counts = scheduler.kv_cache.pool.ref_counts
+        owners = {s.request_id: sum([ref_counts[i] == 1 for i in s.block_ids]) for s in scheduler.running}
         return {
             "uptime_seconds": round(now - self._started, 3),
             "step": {
@@ -76,7 +78,8 @@ class Report:
                 "cached": usage.cached,
                 "free": usage.free,
                 "usage": round(usage.used / usage.total, 4),
-                "owners": {s.request_id: len(s.block_ids) for s in scheduler.running},
+                "owners": owners,
+                "shared": usage.used - sum(owners.values()),
             },
             "prefix_cache": {
                 "query_tokens": scheduler.num_queried_tokens,

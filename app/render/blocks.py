@@ -44,7 +44,7 @@ def draw_bar(kv: Mapping[str, Any]) -> Markup:
 
 
 def draw_blocks(kv: Mapping[str, Any], owners: Sequence[Owner]) -> BlockPicture:
-    """Squares by count, not by address: each request's blocks together, then other used ones, cached, free."""
+    """Squares by count, not by address: each request's own together, then shared ones, cached, free."""
     total = kv["total"]
     per_cell = max(1, -(-total // MAX_CELLS))
     cells = -(-total // per_cell)
@@ -70,7 +70,7 @@ def _kinds(kv: Mapping[str, Any], owners: Sequence[Owner]) -> list[tuple[str, st
         left -= amount
         if amount:
             kinds.append((owner.css, f"{owner.request_id}: {amount} blocks", amount))
-    kinds.append(("used", f"{left} blocks in use", left))
+    kinds.append(("used", f"{left} blocks that several requests share", left))
     kinds.append(("cached", f"{kv['cached']} cached blocks, can be evicted", kv["cached"]))
     kinds.append(("free", f"{kv['free']} free blocks", kv["free"]))
     return kinds

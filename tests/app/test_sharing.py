@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import trio
 
 from app.config import load_settings
 from app.sharing import Sharing
@@ -79,3 +82,16 @@ async def test_a_stream_tells_it_too_and_the_answer_is_the_same() -> None:
         assert len(texts[0]) == 9
         assert texts[0] == texts[1]
         assert [run[-2]["usage"]["prompt_tokens_details"]["cached_tokens"] for run in runs] == [0, 24]
+
+
+async def test_blocks_that_several_hold_are_told_apart() -> None:
+    async with open_server(step_seconds=0.01) as server:
+        text = "the same long beginning of a question"
+        await server.client.post(CHAT, json=chat_body(text, max_tokens=1))
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(partial(server.client.post, CHAT, json=chat_body(text, max_tokens=60)))
+            while len((kv := server.engine.snapshot()["kv"])["owners"]) < 2:
+                await trio.sleep(0.001)
+            assert kv["shared"] == len(text) // 4
+            assert sum(kv["owners"].values()) + kv["shared"] == kv["used"]

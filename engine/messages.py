@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import trio
 
     from engine.handle import Handle
-    from engine.scheduler import SequenceUpdate
+    from engine.scheduler import StepUpdate
     from engine.sequence import FinishReason, Sequence
 
 
@@ -60,7 +60,7 @@ class StepResult:
 
     planned: float
     finished: float
-    updates: tuple[SequenceUpdate, ...]
+    update: StepUpdate
     seated: tuple[tuple[int, int], ...] = ()
     preempted: tuple[int, ...] = ()
 

@@ -30,13 +30,19 @@ MAX_SKIPPED = 8
 MAX_OVERTAKEN = 16
 
 
-class SequenceUpdate(NamedTuple):
-    """What became of one sequence in one step: a token, an ending, or both."""
+class Ending(NamedTuple):
+    """A sequence ended; `error` is one line of cause where it failed."""
 
     sequence_id: int
-    token_id: int | None
-    finish_reason: FinishReason | None = None
+    reason: FinishReason
     error: str | None = None
+
+
+class StepUpdate(NamedTuple):
+    """What a step meant: `(sequence_id, token_id)` for each that got a token, then those that ended."""
+
+    tokens: list[tuple[int, int]]
+    endings: list[Ending]
 
 
 class Scheduler:
@@ -122,50 +128,49 @@ class Scheduler:
             self.wait_reason, self.too_large_now = "kv_memory", ()
         else:
             self._admit_waiting(plan, now)
-        if plan.seats:
+        if plan.rows:
             self._step = plan.step
         return plan.freeze()
 
-    def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[SequenceUpdate]:
+    def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> StepUpdate:
         """Apply what a step gave back; results for sequences that have ended meanwhile are dropped and counted."""
-        updates: list[SequenceUpdate] = []
+        update = StepUpdate([], [])
         live, failures = self._live, output.failures
-        self.num_rows += len(batch.seats)
+        num_dropped = 0
         columns = zip(batch.sequence_ids, batch.starts, batch.counts, batch.samples, output.token_ids, strict=True)
         for row, (sequence_id, start, count, samples, token_id) in enumerate(columns):
             sequence = live.get(sequence_id)
             if sequence is None or sequence.num_computed_tokens != start:
-                self.num_dropped_results += 1
+                num_dropped += 1
                 continue
-            self.num_useful_rows += 1
-            if row in failures:
-                updates.append(SequenceUpdate(sequence_id, None, FinishReason.ERROR, failures[row]))
-                self._finish(sequence, FinishReason.ERROR)
+            if failures and row in failures:
+                self._end(sequence, FinishReason.ERROR, update, failures[row])
                 continue
-            sequence.num_computed_tokens = start + count
-            if start + count >= sequence.next_full:
+            sequence.num_computed_tokens = end = start + count
+            if end >= sequence.next_full:
                 self.kv_cache.remember(sequence)
-            if sequence.num_prompt_tokens_read < sequence.num_prompt_tokens:
-                self._count_prompt(sequence)
-            if not samples:
-                continue
-            sequence.token_ids.append(token_id)
             if sequence.first_token_time is None:
-                sequence.first_token_time = now
-            reason = _ending(sequence, token_id)
-            updates.append(SequenceUpdate(sequence_id, token_id, reason))
-            if reason is not None:
-                self.admission.observe(sequence)
-                self._finish(sequence, reason)
-        return updates
+                self._count_prompt(sequence)
+                if samples:
+                    sequence.first_token_time = now
+            if samples:
+                sequence.token_ids.append(token_id)
+                update.tokens.append((sequence_id, token_id))
+                if token_id in sequence.stop_token_ids or len(sequence.token_ids) >= sequence.end_length:
+                    self._end_if_due(sequence, token_id, update)
+        self.num_dropped_results += num_dropped
+        self.num_rows += len(batch.seats)
+        self.num_useful_rows += len(batch.seats) - num_dropped
+        return update
 
-    def fail(self, batch: ScheduledBatch, error: str) -> list[SequenceUpdate]:
+    def fail(self, batch: ScheduledBatch, error: str) -> StepUpdate:
         """End every sequence of a batch whose step failed."""
-        return [
-            SequenceUpdate(sequence_id, None, FinishReason.ERROR, error)
-            for sequence_id in batch.sequence_ids
-            if self.abort(sequence_id, FinishReason.ERROR) is not None
-        ]
+        update = StepUpdate([], [])
+        for sequence_id in batch.sequence_ids:
+            sequence = self._live.get(sequence_id)
+            if sequence is not None:
+                self._end(sequence, FinishReason.ERROR, update, error)
+        return update
 
     def check_integrity(self) -> None:
         """Compare blocks, seats and queues with each other.
@@ -329,16 +334,23 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
 
+    def _end_if_due(self, sequence: Sequence, token_id: int, update: StepUpdate) -> None:
+        """A stop token came, or the longest length is reached; before `min_tokens` a stop token ends nothing."""
+        if token_id in sequence.stop_token_ids and sequence.num_output_tokens > sequence.params.min_tokens:
+            reason = FinishReason.STOP
+        elif len(sequence.token_ids) >= sequence.end_length:
+            reason = FinishReason.LENGTH
+        else:
+            return
+        self.admission.observe(sequence)
+        self._end(sequence, reason, update)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, update: StepUpdate, error: str | None = None) -> None:
+        self._finish(sequence, reason)
+        update.endings.append(Ending(sequence.sequence_id, reason, error))
+
     def _vacate(self, sequence: Sequence) -> None:
         self.kv_cache.release(sequence)
         self._free_seats.append(sequence.seat)
         self._free_seats.sort(reverse=True)  # the lowest free seat is taken first
         sequence.seat = -1
-
-
-def _ending(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Why a sequence that just got `token_id` ends here, or `None`."""
-    params = sequence.params
-    if token_id in params.stop_token_ids and sequence.num_output_tokens > params.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.end_length else None

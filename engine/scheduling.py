@@ -10,7 +10,7 @@ import trio
 
 from engine.errors import EngineError
 from engine.messages import Add, End, SetLimits, StepResult
-from engine.scheduler import SequenceUpdate
+from engine.scheduler import Ending, StepUpdate
 from engine.sequence import FinishReason
 from engine.step_log import StepLog, StepRecord
 
@@ -88,15 +88,15 @@ class Scheduling:
         finished = trio.current_time()
         if error is None:
             self._failed_steps = 0
-            updates = self.scheduler.update(batch, output, finished)
+            update = self.scheduler.update(batch, output, finished)
         else:
-            updates = self._fail(batch, error)
+            update = self._fail(batch, error)
         self._stats.record_step(finished, finished - planned, batch.num_tokens)
         self._stats.record_prompt(finished, self.scheduler.num_prompt_tokens - self._stats.num_prompt_tokens)
         seated = tuple([(seated.sequence_id, seated.num_cached_tokens) for seated in batch.seated])
-        return StepResult(planned, finished, tuple(updates), seated, batch.preempted)
+        return StepResult(planned, finished, update, seated, batch.preempted)
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> list[SequenceUpdate]:
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> StepUpdate:
         self._failed_steps += 1
         log.error("step %d failed, its %d requests end with an error", batch.step, len(batch), exc_info=error)
         if self._failed_steps >= MAX_FAILED_STEPS:
@@ -109,8 +109,8 @@ class Scheduling:
         sequence_id = next(iter(self.scheduler.waiting))
         self.scheduler.abort(sequence_id, FinishReason.ERROR)
         log.error("sequence %d could not be seated in an empty engine", sequence_id)
-        update = SequenceUpdate(sequence_id, None, FinishReason.ERROR, "The request could not be scheduled.")
-        return StepResult(now, now, (update,))
+        ending = Ending(sequence_id, FinishReason.ERROR, "The request could not be scheduled.")
+        return StepResult(now, now, StepUpdate([], [ending]))
 
     async def _apply_commands(self) -> None:
         while True:
@@ -131,7 +131,7 @@ class Scheduling:
             case End(sequence_id, reason):
                 if self.scheduler.abort(sequence_id, reason) is not None and reason is FinishReason.ABORT:
                     now = trio.current_time()
-                    await self._results.send(StepResult(now, now, (SequenceUpdate(sequence_id, None, reason),)))
+                    await self._results.send(StepResult(now, now, StepUpdate([], [Ending(sequence_id, reason)])))
 
     def _record(self, batch: ScheduledBatch, planned: float) -> None:
         request_ids, preempted = map(self.scheduler.request_ids, (batch.sequence_ids, batch.preempted))

@@ -86,6 +86,7 @@ class Sequence:
     arrival_time: float
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
     num_computed_tokens: int = 0
     num_prompt_tokens_read: int = 0
     end_length: int = 0
@@ -108,6 +109,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.stop_token_ids = self.params.stop_token_ids
 
     @property
     def num_tokens(self) -> int:

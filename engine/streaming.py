@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from engine.handle import Handle
     from engine.loaded import TokenizerLike
     from engine.messages import Command, Result
-    from engine.scheduler import SequenceUpdate
     from engine.stats import Stats
 
 
@@ -92,26 +91,25 @@ class Streaming:
             stream = self._streams.get(sequence_id)
             if stream is not None:
                 stream.times.num_preemptions += 1
-        for update in result.updates:
-            stream = self._streams.get(update.sequence_id)
+        for sequence_id, token_id in result.update.tokens:
+            stream = self._streams.get(sequence_id)
             if stream is not None:
-                self._advance(stream, update, result.finished)
+                self._advance(stream, token_id, result.finished)
+        for sequence_id, reason, error in result.update.endings:
+            stream = self._streams.get(sequence_id)
+            if stream is not None:
+                self._close(stream, reason, result.finished, error)
 
-    def _advance(self, stream: _Stream, update: SequenceUpdate, now: float) -> None:
-        reason = update.finish_reason
-        if update.token_id is not None:
-            self._stats.record_token(stream.times, now)
-            min_tokens = stream.handle.request.params.min_tokens
-            text = stream.detokenizer.push(update.token_id, may_stop=stream.times.num_output_tokens > min_tokens)
-            stream.handle.outbox.append(text, update.token_id, now)
-            if stream.detokenizer.stopped is not None and reason is not FinishReason.STOP:
-                if reason is None:
-                    self._commands.send_nowait(End(update.sequence_id, FinishReason.STOP))
-                reason = FinishReason.STOP
-        if reason is not None:
-            self._close(stream, reason, now, update.error)
-        elif self._is_slow(stream.handle, now):
-            stream.handle.abort("slow_client")
+    def _advance(self, stream: _Stream, token_id: int, now: float) -> None:
+        handle = stream.handle
+        self._stats.record_token(stream.times, now)
+        may_stop = stream.times.num_output_tokens > handle.request.params.min_tokens
+        handle.outbox.append(stream.detokenizer.push(token_id, may_stop=may_stop), token_id, now)
+        if stream.detokenizer.stopped is not None:
+            self._commands.send_nowait(End(handle.sequence_id, FinishReason.STOP))
+            self._close(stream, FinishReason.STOP, now, None)
+        elif self._is_slow(handle, now):
+            handle.abort("slow_client")
 
     def _close(self, stream: _Stream, reason: FinishReason, now: float, error: str | None) -> None:
         handle, times = stream.handle, stream.times

@@ -81,7 +81,8 @@ async def test_the_json_twin_is_the_snapshot() -> None:
         answer = await server.client.get("/ops/stats.json")
         assert answer.headers["cache-control"] == "no-store"
         stats = answer.json()
-        assert stats["config"] == {"max_num_seqs": 4, "max_num_batched_tokens": 64, "generation": 0}
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "generation": 0}
+        assert stats["config"] == {**limits, "admission": "on_demand"}
         assert set(server.engine.snapshot()) <= set(stats)
         assert "loop_lag_seconds" in stats
 

@@ -14,7 +14,7 @@ from tests.fakes import FakeRunner
 
 if TYPE_CHECKING:
     from engine.batch import ScheduledBatch
-    from engine.scheduler import SequenceUpdate
+    from engine.scheduler import StepUpdate
     from engine.stepper import Runner
 
 
@@ -80,12 +80,11 @@ class Simulation:
             written = self.sequences[sequence_id].block_ids[start // size : (start + length - 1) // size + 1]
             assert [ref_counts[block_id] for block_id in written] == [1] * len(written)
 
-    def apply(self, updates: list[SequenceUpdate], step: int) -> None:
-        for update in updates:
-            if update.token_id is not None:
-                self.outputs[update.sequence_id].append(update.token_id)
-            if update.finish_reason is not None:
-                self.finished_in[update.sequence_id] = step
+    def apply(self, update: StepUpdate, step: int) -> None:
+        for sequence_id, token_id in update.tokens:
+            self.outputs[sequence_id].append(token_id)
+        for ending in update.endings:
+            self.finished_in[ending.sequence_id] = step
 
     def run(self, max_steps: int = 10_000) -> None:
         """Until nothing waits or runs."""

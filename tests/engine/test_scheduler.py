@@ -162,8 +162,9 @@ def test_results_for_a_sequence_that_has_ended_are_dropped_and_counted() -> None
     batch = simulation.scheduler.schedule(0.0)
     output = simulation.runner.execute(batch)
     simulation.scheduler.abort(gone.sequence_id)
-    updates = simulation.scheduler.update(batch, output, 0.0)
-    assert [update.sequence_id for update in updates] == [stays.sequence_id]
+    update = simulation.scheduler.update(batch, output, 0.0)
+    assert [sequence_id for sequence_id, _ in update.tokens] == [stays.sequence_id]
+    assert not update.endings
     assert simulation.scheduler.num_dropped_results == 1
     simulation.scheduler.check_integrity()
 
@@ -174,10 +175,10 @@ def test_a_failed_row_ends_alone() -> None:
     batch = simulation.scheduler.schedule(0.0)
     output = simulation.runner.execute(batch)
     broken = StepOutput(output.step, output.token_ids, {0: "not a number"})
-    updates = simulation.scheduler.update(batch, broken, 0.0)
-    assert updates[0].error == "not a number"
+    update = simulation.scheduler.update(batch, broken, 0.0)
+    assert update.endings[0].error == "not a number"
     assert bad.finish_reason is FinishReason.ERROR
-    simulation.apply(updates, 1)
+    simulation.apply(update, 1)
     simulation.run()
     assert simulation.outputs[good.sequence_id] == expected_output(good.prompt_token_ids, 3)
 
@@ -186,8 +187,8 @@ def test_a_stop_token_ends_the_answer() -> None:
     simulation = Simulation()
     sequence = simulation.add(4, 50, stop_token_ids=frozenset({EOS}))
     batch = simulation.scheduler.schedule(0.0)
-    updates = simulation.scheduler.update(batch, StepOutput(1, (EOS,)), 0.0)
-    assert updates[0].finish_reason is FinishReason.STOP
+    update = simulation.scheduler.update(batch, StepOutput(1, (EOS,)), 0.0)
+    assert update.endings[0].reason is FinishReason.STOP
     assert sequence.is_finished
 
 

@@ -139,6 +139,14 @@ class SchedulerSection(Section):
         ge=1,
         le=1 << 20,
     )
+    long_prefill_token_threshold: int | None = _setting(
+        None,
+        "tokens",
+        "of one prompt in one step, so that it leaves budget to others; none leaves it all",
+        absent="none",
+        ge=1,
+        le=1 << 20,
+    )
     capacity_num_seqs: int | None = _setting(
         None, "sequences", "highest live max_num_seqs; auto is four times it", absent="auto", ge=1, le=16384
     )
@@ -239,6 +247,7 @@ class Settings(Section):
             admission=scheduler.admission,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            long_prefill_token_threshold=scheduler.long_prefill_token_threshold or 0,
             capacity_num_seqs=scheduler.capacity_num_seqs or _CAPACITY_FACTOR * scheduler.max_num_seqs,
             capacity_num_batched_tokens=scheduler.capacity_num_batched_tokens
             or _CAPACITY_FACTOR * scheduler.max_num_batched_tokens,

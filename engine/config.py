@@ -22,11 +22,13 @@ class Limits:
         max_num_seqs: sequences that may run at the same time (seats).
         max_num_batched_tokens: tokens computed in one step over all sequences.
         generation: counts the changes; 0 is the start-up value.
+        long_prefill_token_threshold: tokens that one sequence may compute in a step; 0 is no limit of its own.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     generation: int = 0
+    long_prefill_token_threshold: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class EngineConfig:
         block_size: tokens of a KV block.
         cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
         admission: how much memory a newcomer must find: `on_demand`, `reserve` or `predicted`.
+        long_prefill_token_threshold: tokens that one sequence may compute in a step; 0 is no limit of its own.
         capacity_num_seqs: the highest `max_num_seqs` that can be set while it runs.
         capacity_num_batched_tokens: the same for `max_num_batched_tokens`.
         enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
@@ -61,6 +64,7 @@ class EngineConfig:
     admission: str = "on_demand"
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
+    long_prefill_token_threshold: int = 0
     capacity_num_seqs: int = 64
     capacity_num_batched_tokens: int = 512
     max_waiting: int = 256
@@ -71,7 +75,11 @@ class EngineConfig:
     @property
     def limits(self) -> Limits:
         """The live limits at start-up."""
-        return Limits(self.max_num_seqs, self.max_num_batched_tokens)
+        return Limits(
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+        )
 
     @property
     def capacity(self) -> Limits:

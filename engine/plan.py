@@ -27,6 +27,8 @@ class Plan:
     def add(self, sequence: Sequence, behind: int, new_blocks: tuple[int, ...]) -> None:
         """Give `sequence` tokens; `behind` is how many of its known tokens are not computed yet."""
         count = behind if behind < self.tokens_left else self.tokens_left
+        if 0 < self.limits.long_prefill_token_threshold < count:
+            count = self.limits.long_prefill_token_threshold
         self.tokens_left -= count
         start = sequence.num_computed_tokens
         decodes = behind == 1 and start >= sequence.num_prompt_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.batch import StepOutput
+from engine.config import Limits
 from engine.scheduler import MAX_OVERTAKEN
 from engine.sequence import FinishReason, SequenceStatus
 from tests.engine.simulate import Simulation
@@ -228,3 +229,15 @@ def test_equal_requests_keep_the_order_of_their_arrival() -> None:
     simulation.run()
     first_seated = sorted(simulation.sequences.values(), key=lambda sequence: sequence.first_seated_time or 0.0)
     assert [sequence.sequence_id for sequence in first_seated] == sorted(simulation.sequences)
+
+
+def test_a_long_prompt_leaves_budget_to_a_short_one() -> None:
+    simulation = Simulation(token_budget=32)
+    simulation.scheduler.limits = Limits(4, 32, long_prefill_token_threshold=12)
+    long, short = simulation.add(60, 2), simulation.add(8, 2)
+    batch = simulation.step()
+    assert batch.counts == (12, 8)
+    assert batch.samples == (False, True)
+    simulation.run()
+    for sequence in (long, short):
+        assert simulation.outputs[sequence.sequence_id] == expected_output(sequence.prompt_token_ids, 2)

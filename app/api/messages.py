@@ -38,7 +38,10 @@ def _parse_message(message: object, where: str) -> dict[str, Any]:
         if message.get(name):
             param = f"{where}.{name}"
             raise InvalidRequestError(f"'{param}' is not supported here.", param=param, code="unsupported_parameter")
-    return {"role": _ROLES[role], "content": _parse_content(message.get("content"), f"{where}.content")}
+    content = message.get("content")
+    if content is None and role == "assistant":
+        content = ""  # OpenAI's own answers have no text here when they called a tool or refused
+    return {"role": _ROLES[role], "content": _parse_content(content, f"{where}.content")}
 
 
 def _parse_content(content: object, where: str) -> str:

@@ -46,6 +46,7 @@ CHAT: Final[dict[str, tuple[Any, ...]]] = _SHARED | {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "audio": (),
+    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),

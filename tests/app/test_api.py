@@ -172,6 +172,16 @@ async def test_tokenize_and_back() -> None:
         assert (await post("/tokenize", json={"prompt": long})).json()["count"] == 5000
 
 
+async def test_an_assistants_turn_may_have_no_text() -> None:
+    """Histories hold such turns; for anybody else it is a mistake."""
+    async with open_server() as server:
+        turn = {"role": "user", "content": "a"}
+        for silent in ({"role": "assistant", "content": None}, {"role": "assistant"}):
+            body = {"messages": [turn, silent, turn]}
+            assert (await server.client.post("/tokenize", json=body)).json()["tokens"] == [257, 97, 258, 257, 97, 258]
+            assert (await server.client.post(CHAT, json=body | {"max_tokens": 1})).status_code == 200
+
+
 async def test_a_request_id_comes_back_or_is_made() -> None:
     async with open_server() as server:
         given = await server.client.get("/v1/models", headers={"X-Request-Id": "abc-123"})

@@ -48,6 +48,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"model": 7}, "model"),
     ({"n": 2}, "n"),
+    ({"best_of": 2}, "best_of"),
     ({"n": 10**9}, "n"),
     ({"n": 0}, "n"),
     ({"logprobs": True}, "logprobs"),
@@ -69,6 +70,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     (message(role="king", content="hi"), "messages[0].role"),
     (message(content="hi"), "messages[0].role"),
     (message(role="user"), "messages[0].content"),
+    (message(role="system", content=None), "messages[0].content"),
     (message(role="user", content=[]), "messages[0].content"),
     (message(role="user", content=5), "messages[0].content"),
     (message(role="user", content=[{"type": "image_url", "image_url": {}}]), "messages[0].content[0].type"),
@@ -202,6 +204,18 @@ async def test_more_ids_or_turns_than_fit_are_400_and_none_is_looked_at() -> Non
             error = response.json()["error"]
             assert (response.status_code, error["code"]) == (400, "context_length_exceeded"), (path, error)
             assert error["capacity"] == server.engine.model.context_length
+
+
+async def test_a_text_that_cannot_fit_is_400_and_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_server() as server:
+        monkeypatch.setattr(type(server.engine.tokenizer), "encode", lambda *_, **__: pytest.fail("was tokenized"))
+        longest = len("<|assistant|>")
+        text = "x" * (longest * server.engine.model.context_length + 1)
+        for body, param in (({"prompt": text}, "prompt"), (chat_body(text), "messages")):
+            response = await server.client.post("/tokenize", json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+            assert error["prompt_tokens"] == server.engine.model.context_length + 1
 
 
 async def test_ids_that_cannot_be_are_400() -> None:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import trio
 import trio.testing
+from hypercorn.trio.tcp_server import TCPServer
 
 from app.api.generation import HEARTBEAT_SECONDS
 from app.http import BODY_TIMEOUT_SECONDS
@@ -113,6 +114,41 @@ async def test_a_connection_that_its_client_closed_is_gone_at_once() -> None:
         await (await open_request(server, chat_body(max_tokens=5))).aclose()
         await trio.testing.wait_all_tasks_blocked(0.05)
         await wait_for(lambda: count_tasks() == before)
+
+
+async def test_clients_that_hang_up_in_the_middle_of_a_refused_upload_end_alone() -> None:
+    """The refusal, the end of the upload and the end of the connection meet in every order."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: evil.com\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
+
+    async def hang_up(port: int, number: int) -> None:
+        for turn in range(10):
+            stream = await trio.open_tcp_stream("127.0.0.1", port)
+            await stream.send_all(head.encode())
+            await trio.sleep(0.003 * ((number + turn) % 4))
+            if turn % 2:
+                await stream.send_eof()
+            await stream.aclose()
+
+    async with open_server() as server:
+        for _ in range(3):
+            async with trio.open_nursery() as nursery:
+                for number in range(12):
+                    nursery.start_soon(hang_up, server.port, number)
+            await trio.sleep(0.1)
+        assert (await server.client.get("/healthz")).status_code == 200
+
+
+async def test_whatever_a_connection_raises_ends_that_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def break_down(connection: TCPServer) -> None:
+        raise trio.BusyResourceError("in use")
+
+    async with open_server() as server:
+        monkeypatch.setattr(TCPServer, "_read_data", break_down)
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get("/healthz")
+        monkeypatch.undo()
+        assert (await server.client.get("/healthz")).status_code == 200
 
 
 def count_tasks() -> int:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 SPAN_SECONDS = 600.0
 BUCKET_SECONDS = 4.0
+BAD_TIMES = ("queue_full", "draining")
 
 
 class Quantiles(NamedTuple):
@@ -26,7 +27,8 @@ class Point(NamedTuple):
 
     Attributes:
         time: seconds on the telemetry's clock.
-        preemptions, rejected: totals since the start, so that a difference counts what happened between two points.
+        preemptions, turned_away: totals since the start, so that a difference counts what happened between two points.
+            Turned away is who came at a bad time, and not who asked for what cannot be.
         generation: of the live settings.
     """
 
@@ -44,7 +46,7 @@ class Point(NamedTuple):
     e2e: Quantiles
     step_seconds: float | None
     preemptions: int
-    rejected: int
+    turned_away: int
     generation: int
 
 
@@ -66,7 +68,7 @@ def make_point(time: float, snapshot: Mapping[str, Any]) -> Point:
         e2e=_quantiles(snapshot, "e2e"),
         step_seconds=snapshot["step"]["seconds_p50"],
         preemptions=snapshot["preemptions"],
-        rejected=sum(requests["rejected_by_reason"].values()),
+        turned_away=sum(requests["rejected_by_reason"].get(reason, 0) for reason in BAD_TIMES),
         generation=snapshot["config"]["generation"],
     )
 

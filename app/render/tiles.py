@@ -66,7 +66,7 @@ def _waiting(snapshot: Mapping[str, Any], spark: Markup, recent: list[Point]) ->
     requests, seats = snapshot["requests"], snapshot["config"]["max_num_seqs"]
     reasons = sorted(requests["waiting_by_reason"].items(), key=lambda item: -item[1])
     note = " · ".join(f"{amount} {words.word(words.WAITING, reason)}" for reason, amount in reasons if amount)
-    refused = recent[-1].rejected - recent[0].rejected if recent else 0
+    refused = recent[-1].turned_away - recent[0].turned_away if recent else 0
     if refused:
         note = f"{numbers.count(refused)} refused in 2 min" + (f" · {note}" if note else "")
     # A queue longer than the table itself means that users wait for more than one whole turn.

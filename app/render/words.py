@@ -17,7 +17,7 @@ REJECTED = {
     "queue_full": "queue full",
     "context_length_exceeded": "prompt too long",
     "draining": "shutting down",
-    "invalid": "not valid",
+    "invalid": "not valid, at the engine",
 }
 SETTINGS = {"max_num_seqs": "Seats", "max_num_batched_tokens": "Token budget"}
 

@@ -17,6 +17,7 @@ from app.render.charts import Chart, Line, draw_chart, sparkline
 from app.render.palette import NUM_COLOURS, Palette
 from app.render.svg import band_paths, line_path, nice_ceiling
 from app.render.table import NUM_STEPS, draw_table
+from app.render.tiles import make_tiles
 from app.render.view import _axis_seconds
 from tests.fake_snapshot import FakeEngine
 
@@ -221,6 +222,17 @@ def test_history_keeps_ten_minutes_and_marks_changes() -> None:
     assert positions == sorted(positions)
     assert (positions[0] >= 0, positions[-1]) == (True, 1)
     assert [point.time for point in history.recent(3)] == [696, 697, 698, 699]
+
+
+def test_only_who_came_at_a_bad_time_colours_the_queue() -> None:
+    """A prompt that is too long is its sender's affair."""
+    engine, history = FakeEngine("idle"), History()
+    history.add(make_point(0.0, engine.snapshot()))
+    for second, (reason, level) in enumerate([("invalid", ""), ("context_length_exceeded", ""), ("queue_full", "bad")]):
+        engine.rejected[reason] += 1
+        history.add(make_point(second + 1.0, engine.snapshot()))
+        (tile,) = [tile for tile in make_tiles(engine.snapshot(), history, {}) if tile.label == "Waiting"]
+        assert (tile.level, "1 refused in 2 min" in tile.note) == (level, level == "bad"), reason
 
 
 def test_a_hostile_name_is_text_in_every_picture() -> None:

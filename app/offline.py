@@ -130,10 +130,11 @@ async def run_batch(
     counts = Counts()
     # Twice the seats: whoever leaves finds a successor waiting, and the queue stays short.
     places = trio.Semaphore(2 * engine.config.max_num_seqs)
+    taken: set[str] = set()
 
     async def work(line: bytes) -> None:
         try:
-            result = await _answer_line(engine, line)
+            result = await _answer_line(engine, line, taken)
         finally:
             places.release()
         target.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -152,11 +153,19 @@ async def run_batch(
     return counts
 
 
-async def _answer_line(engine: Engine, line: bytes) -> dict[str, Any]:
-    """The result of one line. What is wrong with the line itself is its `error`, all else is its `response`."""
+async def _answer_line(engine: Engine, line: bytes, taken: set[str]) -> dict[str, Any]:
+    """The result of one line. What is wrong with the line itself is its `error`, all else is its `response`.
+
+    Args:
+        taken: the `custom_id` of every line before; this line's is added.
+    """
     result: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": None, "response": None}
     try:
         custom_id, url, body = _read_line(line)
+        if custom_id in taken:
+            result["custom_id"] = custom_id
+            raise InvalidRequestError(f"The 'custom_id' {custom_id!r} is that of an earlier line.", param="custom_id")
+        taken.add(custom_id)
     except InvalidRequestError as error:
         return result | {"error": {"code": "invalid_line", "message": str(error)}}
     request_id = f"req_{secrets.token_hex(12)}"

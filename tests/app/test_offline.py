@@ -75,6 +75,17 @@ async def test_a_wrong_line_fails_alone(autojump_clock: object, text: bytes) -> 
     assert wrong["error"]["code"] == "invalid_line"
 
 
+async def test_a_custom_id_is_taken_once(autojump_clock: object) -> None:
+    target = io.StringIO()
+    same = [line("a", offline.COMPLETION_URL, {"prompt": "abc", "max_tokens": 1})] * 2
+    async with open_fake_engine() as engine:
+        counts = await offline.run_batch(engine, same, target)
+    assert (counts.answered, counts.failed) == (1, 1)
+    (wrong,) = [entry for entry in map(json.loads, target.getvalue().splitlines()) if entry["error"]]
+    assert (wrong["custom_id"], wrong["response"]) == ("a", None)
+    assert wrong["error"] == {"code": "invalid_line", "message": "The 'custom_id' 'a' is that of an earlier line."}
+
+
 async def test_more_lines_than_places_are_all_answered(autojump_clock: object) -> None:
     lines = [line(f"{i}", offline.COMPLETION_URL, {"prompt": "abc", "max_tokens": 1 + i % 7}) for i in range(200)]
     target = io.StringIO()

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from quart import Blueprint, Response
 
+from app.version import package_version
+
 if TYPE_CHECKING:
     from app.http import Context
-
-
-def package_version() -> str:
-    """Version of the installed package."""
-    try:
-        return version("relevo")
-    except PackageNotFoundError:
-        return "0"
 
 
 def probes_blueprint(context: Context) -> Blueprint:

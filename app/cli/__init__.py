@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from app.cli import bench, generate, pull, serve
 from app.cli.options import Parser
 from app.config import let_threads_sleep
+from app.version import package_version
 from engine.errors import ConfigError, RelevoError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     top = Parser(
         prog="relevo", description="A server for language models with continuous batching.", allow_abbrev=False
     )
+    top.add_argument("--version", action="version", version=f"relevo {package_version()}", help="print the version")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for module in (serve, pull, generate, bench):
         module.register(commands)
@@ -82,6 +84,8 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def _in_one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     if isinstance(error, (RelevoError, OSError)):
         return text or type(error).__name__
     return f"unexpected {type(error).__name__}: {text} (--debug shows where)"

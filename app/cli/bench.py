@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, settings_of
 from app.cli.pull import with_model
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def register(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -35,7 +32,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _count(word: str) -> int:
-    number = int(word)
-    if number < 1:
-        raise ValueError
-    return number
+    if not (word.isascii() and word.isdigit() and int(word) >= 1):
+        raise argparse.ArgumentTypeError("must be a whole number of at least 1")
+    return int(word)

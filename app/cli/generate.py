@@ -58,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
         return trio.run(_answer_prompt, with_model(settings).engine_config(), options)
     with options.input.open("rb") as lines:
         total = sum(1 for line in lines if line.strip())
+    # A file that cannot be written is told of before the model is loaded.
+    options.output.open("a").close()
     return trio.run(_answer_file, with_model(settings).engine_config(), options, total)
 
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,8 @@ def one_line(text: str) -> str:
         (["generate", "-i", "y"], "--output"),
         (["generate", "-p", "x", "--temperature", "hot"], "--temperature"),
         (["bench", "--dtype", "int3"], "auto, float32, bfloat16"),
+        (["bench", "--batch", "0"], "argument --batch: must be a whole number of at least 1"),
+        (["bench", "--context", "two"], "argument --context: must be a whole number of at least 1"),
     ],
 )
 def test_wrong_use_is_one_line_and_code_2(run: Any, argv: list[str], expected: str) -> None:
@@ -254,6 +257,18 @@ def test_generate_answers_a_file(run: Any, tmp_path: Path) -> None:
     assert run("generate", "-i", source, "-o", target)[0] == 1
     assert run("generate", "-i", source, "-o", source)[0] == 2
     assert run("generate", "-i", tmp_path / "none", "-o", target)[0] == 1
+
+
+@pytest.mark.usefixtures("no_fetch")
+def test_a_file_that_cannot_be_opened_is_named(run: Any, tmp_path: Path) -> None:
+    source, nowhere = tmp_path / "in.jsonl", tmp_path / "nowhere" / "x.jsonl"
+    source.write_text("{}\n")
+    for words in (("-i", nowhere, "-o", tmp_path / "out"), ("-i", source, "-o", nowhere)):
+        assert run("generate", *words) == (1, "", f"relevo: {nowhere}: no such file or directory\n")
+
+
+def test_the_version(run: Any) -> None:
+    assert run("--version") == (0, f"relevo {version('relevo')}\n", "")
 
 
 def test_a_progress_bar_is_drawn_on_terminals_only(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import logging
 import socket
@@ -18,11 +17,11 @@ from app.audit import AuditLog
 from app.connections import use_connections
 from app.http import Context, create_app
 from app.lifecycle import FAREWELL_SECONDS, Lifecycle
+from app.listening import cannot_listen, open_listening_socket
 from app.live_config import LiveConfig
 from app.sharing import Sharing
 from app.telemetry import Telemetry
 from engine.engine import open_engine
-from engine.errors import ConfigError, RelevoError
 
 if TYPE_CHECKING:
     from app.config import Settings
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
 BACKLOG: Final = 1024
 GRACEFUL_SECONDS: Final = 5.0
-# Data that nobody acknowledges for so long ends a connection: a vanished or stalled reader cannot hold the server.
-USER_TIMEOUT_SECONDS: Final = 25
-KEEPALIVE_IDLE_SECONDS: Final = 30
 
 
 async def serve(settings: Settings) -> int:
@@ -106,7 +102,7 @@ async def run_http(
     try:
         listener.listen(BACKLOG)
     except OSError as error:
-        raise _cannot_listen(error, *listener.getsockname()[:2]) from None
+        raise cannot_listen(error, *listener.getsockname()[:2]) from None
     use_connections()
     await serve_asgi(
         app,
@@ -133,43 +129,6 @@ def hypercorn_config(listener: socket.socket) -> Config:
     config.errorlog = logging.getLogger("relevo.hypercorn")
     config.errorlog.setLevel(logging.WARNING)
     return config
-
-
-def open_listening_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket, not listening yet; connections inherit its options.
-
-    Raises:
-        ConfigError: the host is unknown.
-        RelevoError: the port is taken, or may not be used.
-    """
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"The host {host!r} cannot be resolved: {error.strerror}.") from None
-    family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Linux has both, macOS neither under these names.
-        for name, value in (
-            ("TCP_USER_TIMEOUT", USER_TIMEOUT_SECONDS * 1000),
-            ("TCP_KEEPIDLE", KEEPALIVE_IDLE_SECONDS),
-        ):
-            if hasattr(socket, name):
-                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(error, host, port) from None
-    return listener
-
-
-def _cannot_listen(error: OSError, host: str, port: int) -> RelevoError:
-    if error.errno == errno.EADDRINUSE:
-        return RelevoError(f"Port {port} on {host} is taken by another program; choose another with --port.")
-    return RelevoError(f"Cannot listen on {host} port {port}: {error.strerror}.")
 
 
 def banner(engine: Engine, listener: socket.socket) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import trio
 
 from app.config import Settings
-from app.server import open_listening_socket, serve_engine
+from app.listening import open_listening_socket
+from app.server import serve_engine
 from tests.fakes import fake_config, open_fake_engine
 
 

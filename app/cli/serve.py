@@ -9,6 +9,7 @@ import trio
 
 from app.cli.options import ALL_SECTIONS, Parser, add_command, add_settings, settings_of
 from app.cli.pull import with_model
+from app.listening import open_listening_socket
 
 if TYPE_CHECKING:
     import argparse
@@ -26,6 +27,8 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_of(options)
     settings.check_exposure(insecure=options.insecure)
     name, settings = settings.model.name, with_model(settings)
+    # The address is bound again when it is needed; here it only has to be free.
+    open_listening_socket(settings.server.host, settings.server.port).close()
     print(f"Loading {name} ...", file=sys.stderr, flush=True)
     from app.server import serve  # torch and Quart take seconds to import; wrong use is answered before
 

@@ -13,7 +13,8 @@ import trio
 from app.config import Settings
 from app.http import Context, create_app
 from app.lifecycle import Lifecycle
-from app.server import make_context, open_listening_socket, run_http
+from app.listening import open_listening_socket
+from app.server import make_context, run_http
 from tests.fakes import fake_config, open_fake_engine
 
 if TYPE_CHECKING:

@@ -164,7 +164,7 @@ def test_a_model_is_looked_up_once_and_keeps_its_name(
 
     monkeypatch.setattr(app.cli.pull, "fetch", fetch)
     monkeypatch.setattr(app.server, "serve", serve)
-    assert run("serve", *flags)[0] == 0
+    assert run("serve", "--port", 0, *flags)[0] == 0
     config = seen[0].engine_config()
     assert (asked, config.model, config.served_model_name) == (["org/name"], str(tmp_path), served)
 
@@ -182,7 +182,7 @@ def test_a_port_in_use(run: Any) -> None:
         port = taken.getsockname()[1]
         code, _, err = run("serve", "--port", port)
     assert code == 1
-    assert str(port) in one_line(err.removeprefix("Loading smollm2-135m ...\n"))
+    assert str(port) in one_line(err)
     assert "--port" in err
 
 

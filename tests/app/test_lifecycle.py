@@ -17,7 +17,8 @@ import trio
 import trio.testing
 
 from app.lifecycle import FAREWELL_SECONDS, Lifecycle, LoopLag
-from app.server import banner, open_listening_socket, run_http
+from app.listening import open_listening_socket
+from app.server import banner, run_http
 from engine.errors import ConfigError, RelevoError
 from tests.app.serving import CHAT, Driver, chat_body, events, open_app, open_server
 from tests.fakes import FakeRunner, open_fake_engine
@@ -29,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = textwrap.dedent(
     """
     import sys, trio
-    from app.server import open_listening_socket, serve_engine
+    from app.listening import open_listening_socket
+    from app.server import serve_engine
     from tests.app.serving import make_settings
     from tests.fakes import fake_config, open_fake_engine
 

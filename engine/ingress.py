@@ -129,7 +129,7 @@ class Ingress:
         length = _length(prompt)
         # Even if every token were the longest there is, this text would not fit: no need to tokenize it.
         if length > self._usable_capacity * self._longest_token:
-            least = length // self._longest_token
+            least = -(-length // self._longest_token)
             raise ContextLengthError(least, self._usable_capacity, param=prompt.param, at_least=True)
         if length > LONG_TEXT:
             return tuple(await trio.to_thread.run_sync(encode))

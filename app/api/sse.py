@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Envelope:
+class Envelope(ABC):
     """How one endpoint wraps an answer's text, streamed or whole. Head and tail of each chunk are prepared.
 
     Args:
@@ -76,13 +77,13 @@ class Envelope:
         choice = {"index": 0, **self.whole_members(text), "logprobs": None, "finish_reason": reason}
         return {**self._head(self.whole_object), "choices": [choice], "usage": usage_json(usage)}
 
+    @abstractmethod
     def text_members(self, text_json: str) -> str:
         """The members that carry a piece of text, as JSON."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole_members(self, text: str) -> dict[str, Any]:
         """The members that carry a whole text."""
-        raise NotImplementedError
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}

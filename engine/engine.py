@@ -150,7 +150,7 @@ class Engine:
         if self._draining:
             self._stats.rejected["draining"] += 1
             raise DrainingError
-        depth = self._num_waiting()
+        depth = self._queue_depth()
         if depth >= self.config.max_waiting:
             self._stats.rejected["queue_full"] += 1
             raise QueueFullError("requests", depth, self.config.max_waiting, retry_after_seconds=self._retry_after())
@@ -179,6 +179,10 @@ class Engine:
         await self._commands.send(SetLimits(dict(changes), done))
         await done.wait()
         return self.limits
+
+    def check_text(self, num_characters: int, param: str) -> None:
+        """Raise `ContextLengthError` for a text that cannot fit, however it is tokenized; `param` is its field."""
+        self._ingress.check_text(num_characters, param)
 
     def health(self) -> Health:
         """Whether requests are served now. Answered from memory."""
@@ -231,7 +235,7 @@ class Engine:
         """The numbers of `/metrics`, true now."""
         return self._report.metrics(self.limits)
 
-    def _num_waiting(self) -> int:
+    def _queue_depth(self) -> int:
         """Requests beyond those that run and those that the next step will seat."""
         running = len(self._scheduler.running)
         seats = max(running, self.limits.max_num_seqs) if self._scheduler.wait_reason is None else running
@@ -247,7 +251,7 @@ class Engine:
     def _retry_after(self) -> int:
         """Whole seconds until about half of the queue will be gone, at the rate at which requests finish now."""
         rate = self._stats.finish_rate.per_second(trio.current_time())
-        seconds = math.ceil(self._num_waiting() / 2 / rate) if rate else UNKNOWN_RETRY_AFTER_SECONDS
+        seconds = math.ceil(self._queue_depth() / 2 / rate) if rate else UNKNOWN_RETRY_AFTER_SECONDS
         return max(1, min(seconds, MAX_RETRY_AFTER_SECONDS))
 
     def _refused(self, handle: Handle, error: RelevoError | None) -> None:

@@ -66,6 +66,16 @@ class Ingress:
                 else:
                     await self._take_in(handle)
 
+    def check_text(self, num_characters: int, param: str) -> None:
+        """Refuse a text that would not fit even if every token were the longest there is, without tokenizing it.
+
+        Raises:
+            ContextLengthError: it is that long.
+        """
+        least = -(-num_characters // self._longest_token)
+        if least > self._usable_capacity:
+            raise ContextLengthError(least, self._usable_capacity, param=param, at_least=True)
+
     async def _take_in(self, handle: Handle) -> None:
         try:
             if handle.abort_cause is None:
@@ -127,10 +137,7 @@ class Ingress:
                     )
                 encode = partial(self._chat_template.encode, list(messages), self._tokenizer)
         length = _length(prompt)
-        # Even if every token were the longest there is, this text would not fit: no need to tokenize it.
-        if length > self._usable_capacity * self._longest_token:
-            least = -(-length // self._longest_token)
-            raise ContextLengthError(least, self._usable_capacity, param=prompt.param, at_least=True)
+        self.check_text(length, prompt.param)
         if length > LONG_TEXT:
             return tuple(await trio.to_thread.run_sync(encode))
         return tuple(encode())

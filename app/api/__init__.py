@@ -9,7 +9,7 @@ from quart import Blueprint
 from app.api.generation import generate
 from app.api.models import list_models, retrieve_model
 from app.api.planning import CHAT_URL, COMPLETION_URL
-from app.api.tokenize import detokenize, longest_token, tokenize
+from app.api.tokenize import detokenize, tokenize
 
 if TYPE_CHECKING:
     from quart import Response
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 def api_blueprint(context: Context) -> Blueprint:
     """The routes, bound to `context`."""
     api = Blueprint("api", __name__)
-    # Even if every token were the longest there is, a text of more characters would not fit.
-    max_characters = context.engine.model.context_length * longest_token(context.engine.tokenizer)
 
     @api.post(CHAT_URL)
     async def chat_completions() -> Response:
@@ -41,7 +39,7 @@ def api_blueprint(context: Context) -> Blueprint:
 
     @api.post("/tokenize")
     async def tokenize_() -> dict[str, Any]:
-        return await tokenize(context, max_characters)
+        return await tokenize(context)
 
     @api.post("/detokenize")
     async def detokenize_() -> dict[str, Any]:

@@ -11,13 +11,12 @@ from app.api.messages import parse_messages
 from app.api.planning import check_model, parse_token_ids, require_chat_template
 from app.api.requests import read_json
 from app.api.schemas import DetokenizeBody, TokenizeBody, parse_body
-from engine.errors import ContextLengthError, InvalidRequestError
+from engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from app.http import Context
-    from engine.loaded import TokenizerLike
 
 T = TypeVar("T")
 # Beyond this many characters or ids the work is long enough to be felt by the other requests' streams.
@@ -26,17 +25,8 @@ INLINE_SIZE: Final = 4096
 TURN_SIZE: Final = 64
 
 
-def longest_token(tokenizer: TokenizerLike) -> int:
-    """Bytes of the longest token there is; looks at the whole vocabulary."""
-    return max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
-
-
-async def tokenize(context: Context, max_characters: int) -> dict[str, Any]:
-    """Token ids of a prompt, or of messages laid out by the chat template.
-
-    Args:
-        max_characters: a longer text cannot fit into the context, and is refused without being tokenized.
-    """
+async def tokenize(context: Context) -> dict[str, Any]:
+    """Token ids of a prompt, or of messages laid out by the chat template."""
     data = await read_json()
     body = parse_body(TokenizeBody, data)
     engine = context.engine
@@ -46,10 +36,10 @@ async def tokenize(context: Context, max_characters: int) -> dict[str, Any]:
         template = require_chat_template(engine)
         encode = partial(template.encode, messages, engine.tokenizer, add_generation_prompt=body.add_generation_prompt)
         length = sum(len(message["content"]) for message in messages)
-        _check_length(context, length, max_characters, "messages")
+        engine.check_text(length, "messages")
         tokens = await _run(encode, length + TURN_SIZE * len(messages))
     elif body.prompt is not None:
-        _check_length(context, len(body.prompt), max_characters, "prompt")
+        engine.check_text(len(body.prompt), "prompt")
         encode = partial(engine.tokenizer.encode, body.prompt, parse_control=True, add_special=body.add_special_tokens)
         tokens = await _run(encode, len(body.prompt))
     else:
@@ -73,13 +63,6 @@ async def detokenize(context: Context) -> dict[str, Any]:
     check_model(engine, body)
     tokens = parse_token_ids(body.tokens, engine.model.context_length, "tokens")
     return {"prompt": await _run(partial(engine.tokenizer.decode, tokens), len(tokens))}
-
-
-def _check_length(context: Context, length: int, max_characters: int, param: str) -> None:
-    if length > max_characters:
-        capacity = context.engine.model.context_length
-        least = -(-length * capacity // max_characters)
-        raise ContextLengthError(least, capacity, param=param, at_least=True)
 
 
 async def _run(work: Callable[[], T], size: int) -> T:

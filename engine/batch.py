@@ -8,12 +8,12 @@ changed hands, `new_blocks` for rows that crossed a block border.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engine.sequence import SamplingParams
+    from engine.sequence import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,16 @@ class Seated:
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """Tokens `start` to `start + count` of a seat, to be computed and thrown away: what a padded batch wastes."""
+
+    seat: int
+    start: int
+    count: int
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """One step's work.
 
@@ -49,6 +59,7 @@ class ScheduledBatch:
         seated: rows that changed hands, to be applied first.
         new_blocks: `(seat, block_ids)` appended to the seat's block table, after `seated`.
         preempted: sequence ids that lost their seat when this step was planned.
+        padding: computed beside the rows for nothing; only fixed batches have any.
         token_budget: the limit the step was planned under, in tokens.
         generation: of the limits it was planned under.
     """
@@ -63,6 +74,7 @@ class ScheduledBatch:
     seated: tuple[Seated, ...] = ()
     new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     preempted: tuple[int, ...] = ()
+    padding: tuple[Padding, ...] = ()
     token_budget: int = 0
     generation: int = 0
 
@@ -70,6 +82,16 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Tokens computed in this step, over all rows."""
         return sum(self.counts)
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens computed for nothing, beside those."""
+        return sum([padding.count for padding in self.padding])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.seats and not self.padding
 
     def __len__(self) -> int:
         return len(self.seats)
@@ -89,3 +111,18 @@ class StepOutput:
     token_ids: tuple[int, ...]
     failures: Mapping[int, str] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+class Ending(NamedTuple):
+    """A sequence ended; `error` is one line of cause where it failed."""
+
+    sequence_id: int
+    reason: FinishReason
+    error: str | None = None
+
+
+class StepUpdate(NamedTuple):
+    """What a step meant: `(sequence_id, token_id)` for each that got a token, then those that ended."""
+
+    tokens: list[tuple[int, int]]
+    endings: list[Ending]

@@ -23,12 +23,20 @@ class Limits:
         max_num_batched_tokens: tokens computed in one step over all sequences.
         generation: counts the changes; 0 is the start-up value.
         long_prefill_token_threshold: tokens that one sequence may compute in a step; 0 is no limit of its own.
+        policy: when newcomers sit down: `continuous`, `static` or `dynamic`; `static_dropped` is there to compare with.
+        admission: how much memory a newcomer must find: `on_demand`, `reserve` or `predicted`.
+        dynamic_preferred_size: sequences that form a batch under `dynamic`; 0 is as many as there are seats.
+        dynamic_max_queue_delay_seconds: how long the first waits there for the others.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     generation: int = 0
     long_prefill_token_threshold: int = 0
+    policy: str = "continuous"
+    admission: str = "on_demand"
+    dynamic_preferred_size: int = 0
+    dynamic_max_queue_delay_seconds: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +51,8 @@ class EngineConfig:
         num_threads: threads of the torch thread pool; 0 is one a core.
         block_size: tokens of a KV block.
         cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
-        admission: how much memory a newcomer must find: `on_demand`, `reserve` or `predicted`.
-        long_prefill_token_threshold: tokens that one sequence may compute in a step; 0 is no limit of its own.
+        long_prefill_token_threshold, policy, admission, dynamic_preferred_size, dynamic_max_queue_delay_seconds: as in
+            `Limits`.
         capacity_num_seqs: the highest `max_num_seqs` that can be set while it runs.
         capacity_num_batched_tokens: the same for `max_num_batched_tokens`.
         enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
@@ -61,7 +69,10 @@ class EngineConfig:
     block_size: int = 16
     cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    policy: str = "continuous"
     admission: str = "on_demand"
+    dynamic_preferred_size: int = 0
+    dynamic_max_queue_delay_seconds: float = 0.1
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
     long_prefill_token_threshold: int = 0
@@ -79,6 +90,10 @@ class EngineConfig:
             self.max_num_seqs,
             self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            policy=self.policy,
+            admission=self.admission,
+            dynamic_preferred_size=self.dynamic_preferred_size,
+            dynamic_max_queue_delay_seconds=self.dynamic_max_queue_delay_seconds,
         )
 
     @property

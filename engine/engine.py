@@ -16,7 +16,6 @@ from engine.handle import Handle
 from engine.ingress import Ingress
 from engine.kv_cache import KVCache
 from engine.messages import Command, Result, SetLimits
-from engine.policy import make_admission
 from engine.report import Report
 from engine.scheduler import Scheduler
 from engine.scheduling import Scheduling
@@ -78,7 +77,6 @@ class Engine:
             limits=config.limits,
             num_seats=self.capacity.max_num_seqs,
             max_model_len=loaded.max_model_len,
-            admission=make_admission(config.admission),
         )
         self.model = ModelInfo(
             name=loaded.name,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import trio
 
+    from engine.batch import StepUpdate
     from engine.handle import Handle
-    from engine.scheduler import StepUpdate
     from engine.sequence import FinishReason, Sequence
 
 
@@ -34,7 +34,7 @@ class End:
 class SetLimits:
     """admin → scheduling: new values from the next step on; `done` is set when they hold."""
 
-    changes: Mapping[str, int]
+    changes: Mapping[str, Any]
     done: trio.Event
 
 

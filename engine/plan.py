@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.batch import ScheduledBatch, Seated
+from engine.batch import Padding, ScheduledBatch, Seated
 
 if TYPE_CHECKING:
     from engine.config import Limits
@@ -23,6 +23,29 @@ class Plan:
         self.seated: list[Seated] = []
         self.new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self.preempted: list[int] = []
+        self.padding: list[Padding] = []
+
+    def seat(self, sequence: Sequence, new_blocks: tuple[int, ...]) -> None:
+        """Let a newcomer sit down and give it what is left, which may be nothing yet."""
+        self.seated.append(
+            Seated(
+                seat=sequence.seat,
+                sequence_id=sequence.sequence_id,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                params=sequence.params,
+                num_cached_tokens=sequence.num_computed_tokens,
+            )
+        )
+        if self.tokens_left:
+            self.add(sequence, sequence.num_tokens - sequence.num_computed_tokens, new_blocks)
+        else:
+            self.new_blocks.append((sequence.seat, new_blocks))
+
+    def pad(self, padding: Padding) -> None:
+        """Spend tokens for nothing."""
+        self.padding.append(padding)
+        self.tokens_left -= padding.count
 
     def add(self, sequence: Sequence, behind: int, new_blocks: tuple[int, ...]) -> None:
         """Give `sequence` tokens; `behind` is how many of its known tokens are not computed yet."""
@@ -51,6 +74,7 @@ class Plan:
             seated=tuple(self.seated),
             new_blocks=tuple(self.new_blocks),
             preempted=tuple(self.preempted),
+            padding=tuple(self.padding),
             token_budget=self.limits.max_num_batched_tokens,
             generation=self.limits.generation,
         )

@@ -26,6 +26,10 @@ class AdmissionPolicy(Protocol):
         """Tokens for which the sequence should find room without anybody having to leave."""
         ...
 
+    def reserved_tokens(self, sequence: Sequence, /) -> int:
+        """Tokens for which room is kept that nobody else can have."""
+        ...
+
     def observe(self, sequence: Sequence) -> None:
         """An answer came to its own end."""
         ...
@@ -41,6 +45,10 @@ class OnDemand:
         """What is known, and one block more."""
         return len(sequence.token_ids) + block_size
 
+    def reserved_tokens(self, _sequence: Sequence, /) -> int:
+        """None: who comes first to a block has it."""
+        return 0
+
     def observe(self, sequence: Sequence) -> None:
         """Nothing is learnt."""
 
@@ -50,6 +58,10 @@ class Reserve:
 
     def expected_tokens(self, sequence: Sequence, _block_size: int, /) -> int:
         """The longest it can become; the last token needs no room."""
+        return sequence.end_length - 1
+
+    def reserved_tokens(self, sequence: Sequence, /) -> int:
+        """All of that."""
         return sequence.end_length - 1
 
     def observe(self, sequence: Sequence) -> None:
@@ -73,6 +85,10 @@ class Predicted:
             return known
         likely = self._sorted[int(QUANTILE * (len(self._sorted) - 1))]
         return max(known, min(sequence.num_prompt_tokens + likely, sequence.end_length - 1))
+
+    def reserved_tokens(self, _sequence: Sequence, /) -> int:
+        """None: an answer that grows longer than expected takes what was expected of another."""
+        return 0
 
     def observe(self, sequence: Sequence) -> None:
         """Remember the length of the answer; the oldest of many is forgotten."""

@@ -82,14 +82,16 @@ class Report:
                 "shared": usage.used - sum(owners.values()),
             },
             "prefix_cache": {
-                "query_tokens": scheduler.num_queried_tokens,
-                "hit_tokens": scheduler.num_hit_tokens,
+                "query_tokens": scheduler.counters.num_queried_tokens,
+                "hit_tokens": scheduler.counters.num_hit_tokens,
                 "evictions": scheduler.kv_cache.pool.num_evictions,
             },
-            "preemptions": scheduler.num_preemptions,
-            "recomputed_tokens": scheduler.num_recomputed_tokens,
-            "dropped_results": scheduler.num_dropped_results,
-            "useful_row_share": scheduler.num_useful_rows / scheduler.num_rows if scheduler.num_rows else None,
+            "preemptions": scheduler.counters.num_preemptions,
+            "recomputed_tokens": scheduler.counters.num_recomputed_tokens,
+            "dropped_results": scheduler.counters.num_dropped_results,
+            "useful_row_share": scheduler.counters.num_useful_rows / scheduler.counters.num_rows
+            if scheduler.counters.num_rows
+            else None,
             "tokens_per_second": {
                 "prompt": round(stats.prompt_rate.per_second(now), 2),
                 "output": round(stats.output_rate.per_second(now), 2),
@@ -120,11 +122,11 @@ class Report:
                 "max_num_batched_tokens": limits.max_num_batched_tokens,
             },
             counters={
-                "num_preemptions": scheduler.num_preemptions,
+                "num_preemptions": scheduler.counters.num_preemptions,
                 "prompt_tokens": stats.num_prompt_tokens,
                 "generation_tokens": stats.num_output_tokens,
-                "prefix_cache_queries": scheduler.num_queried_tokens,
-                "prefix_cache_hits": scheduler.num_hit_tokens,
+                "prefix_cache_queries": scheduler.counters.num_queried_tokens,
+                "prefix_cache_hits": scheduler.counters.num_hit_tokens,
             },
             labelled_gauges={
                 "num_requests_waiting_by_reason": (

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from engine.batch import ScheduledBatch, Seated
+from engine.batch import Ending, StepUpdate
+from engine.batching import Moment, make_batching
+from engine.counters import Counters
 from engine.plan import Plan
-from engine.policy import OnDemand
+from engine.policy import make_admission
+from engine.seats import Seats
 from engine.sequence import FinishReason, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engine.batch import StepOutput
+    from engine.batch import ScheduledBatch, StepOutput
     from engine.config import Limits
     from engine.kv_cache import KVCache
-    from engine.policy import AdmissionPolicy
 
 
 # How many that do not fit are passed over in one step, and how often one of them in its life.
@@ -30,45 +32,26 @@ MAX_SKIPPED = 8
 MAX_OVERTAKEN = 16
 
 
-class Ending(NamedTuple):
-    """A sequence ended; `error` is one line of cause where it failed."""
-
-    sequence_id: int
-    reason: FinishReason
-    error: str | None = None
-
-
-class StepUpdate(NamedTuple):
-    """What a step meant: `(sequence_id, token_id)` for each that got a token, then those that ended."""
-
-    tokens: list[tuple[int, int]]
-    endings: list[Ending]
-
-
 class Scheduler:
     """Waiting and running sequences, and the plan of each step. Pure: no clock, no tensors, no tasks.
 
     Args:
         kv_cache: the blocks.
-        limits: seats and token budget at the start.
+        limits: seats, token budget and policies at the start.
         num_seats: the highest `max_num_seqs` there can ever be.
         max_model_len: context length of the model, in tokens.
-        admission: how much memory a newcomer must find.
+
+    Raises:
+        ValueError: there is no policy of that name.
     """
 
-    def __init__(
-        self,
-        kv_cache: KVCache,
-        *,
-        limits: Limits,
-        num_seats: int,
-        max_model_len: int,
-        admission: AdmissionPolicy | None = None,
-    ) -> None:
+    def __init__(self, kv_cache: KVCache, *, limits: Limits, num_seats: int, max_model_len: int) -> None:
         self.kv_cache = kv_cache
-        self.admission: AdmissionPolicy = admission or OnDemand()
         self.limits = limits
-        self.num_seats = num_seats
+        self.batching = make_batching(limits.policy)
+        self.admission = make_admission(limits.admission)
+        # Policies that hold as soon as nobody sits under the old ones any more.
+        self.is_switching = False
         self.usable_capacity = min(max_model_len, kv_cache.num_tokens)
         self.running: list[Sequence] = []
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
@@ -76,16 +59,9 @@ class Scheduler:
         self.wait_reason: str | None = None
         self.too_large_now: tuple[int, ...] = ()
         self.num_waiting_tokens = 0
-        self.num_preemptions = 0
-        self.num_recomputed_tokens = 0
-        self.num_prompt_tokens = 0
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
-        self.num_dropped_results = 0
-        self.num_rows = 0
-        self.num_useful_rows = 0
+        self.counters = Counters()
         self._live: dict[int, Sequence] = {}
-        self._free_seats = list(range(num_seats - 1, -1, -1))
+        self._seats = Seats(num_seats)
         self._step = 0
 
     def request_ids(self, sequence_ids: Iterable[int]) -> tuple[str, ...]:
@@ -119,16 +95,38 @@ class Scheduler:
             self._finish(sequence, reason)
         return sequence
 
+    def set_limits(self, limits: Limits) -> None:
+        """Take other limits from the next step on.
+
+        A change of policy drains: those who run end under the old one, and until then nobody sits down.
+
+        Raises:
+            ValueError: there is no policy of that name; nothing has changed.
+        """
+        make_batching(limits.policy)
+        make_admission(limits.admission)
+        changed = (limits.policy, limits.admission) != (self.limits.policy, self.limits.admission)
+        self.is_switching = self.is_switching or changed
+        self.limits = limits
+
+    @property
+    def look_again_at(self) -> float | None:
+        """When an empty batch can be followed by another one although nobody came: seconds on the engine's clock."""
+        return self.batching.opens_at
+
     def schedule(self, now: float) -> ScheduledBatch:
-        """Plan the next step. An empty batch means that nothing waits or runs."""
+        """Plan the next step. An empty batch means that nothing runs and nobody may sit down yet."""
         plan = Plan(self._step + 1, self.limits)
+        if not self.running:
+            self._begin_anew()
+        self.batching.pad(plan, len(self.running))
         self._continue_running(plan)
         if plan.preempted:
             # Whoever lost its seat must not take it back from under those it was lost to.
             self.wait_reason, self.too_large_now = "kv_memory", ()
         else:
             self._admit_waiting(plan, now)
-        if plan.rows:
+        if plan.rows or plan.padding:
             self._step = plan.step
         return plan.freeze()
 
@@ -150,7 +148,7 @@ class Scheduler:
             if end >= sequence.next_full:
                 self.kv_cache.remember(sequence)
             if sequence.first_token_time is None:
-                self._count_prompt(sequence)
+                self.counters.count_prompt(sequence)
                 if samples:
                     sequence.first_token_time = now
             if samples:
@@ -158,9 +156,7 @@ class Scheduler:
                 update.tokens.append((sequence_id, token_id))
                 if token_id in sequence.stop_token_ids or len(sequence.token_ids) >= sequence.end_length:
                     self._end_if_due(sequence, token_id, update)
-        self.num_dropped_results += num_dropped
-        self.num_rows += len(batch.seats)
-        self.num_useful_rows += len(batch.seats) - num_dropped
+        self.counters.count_step(batch, num_dropped)
         return update
 
     def fail(self, batch: ScheduledBatch, error: str) -> StepUpdate:
@@ -179,9 +175,7 @@ class Scheduler:
             RuntimeError: they contradict each other.
         """
         self.kv_cache.check_integrity(self._live.values())
-        seats = [sequence.seat for sequence in self.running]
-        if sorted(seats + self._free_seats) != list(range(self.num_seats)):
-            raise RuntimeError(f"seats taken {sorted(seats)} and free {sorted(self._free_seats)} do not add up")
+        self._seats.check_integrity([sequence.seat for sequence in self.running])
         if len(self.running) + len(self.waiting) != len(self._live):
             raise RuntimeError(f"{len(self._live)} live sequences, {len(self.running)} run, {len(self.waiting)} wait")
         if self.num_waiting_tokens != sum(sequence.num_tokens for sequence in self.waiting.values()):
@@ -189,12 +183,14 @@ class Scheduler:
         if not self.running and self.kv_cache.usage.used:
             raise RuntimeError(f"{self.kv_cache.usage.used} blocks are used and nothing runs")
 
-    def _count_prompt(self, sequence: Sequence) -> None:
-        """Count what was read of a prompt for the first time."""
-        read = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-        if read > sequence.num_prompt_tokens_read:
-            self.num_prompt_tokens += read - sequence.num_prompt_tokens_read
-            sequence.num_prompt_tokens_read = read
+    def _begin_anew(self) -> None:
+        """Nobody runs: seats that were kept are free, and new policies can begin."""
+        self._seats.free_kept()
+        self.batching.end()
+        if self.is_switching:
+            self.batching = make_batching(self.limits.policy)
+            self.admission = make_admission(self.limits.admission)
+            self.is_switching = False
 
     def _continue_running(self, plan: Plan) -> None:
         running, block_size = self.running, self.kv_cache.block_size
@@ -233,7 +229,7 @@ class Scheduler:
         sequence.num_tokens_thrown_away = sequence.num_computed_tokens
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
-        self.num_preemptions += 1
+        self.counters.num_preemptions += 1
         plan.preempted.append(sequence.sequence_id)
         self._wait(sequence, first=True)
 
@@ -245,14 +241,17 @@ class Scheduler:
         """
         self.wait_reason = None
         self.too_large_now = ()
+        if not self.waiting:
+            return
+        num_open = self._num_open(now)
+        newcomers: list[Sequence] = []
         skipped: list[Sequence] = []
         promised: int | None = None  # blocks; looked at only where somebody waits
-        free_seats = self.limits.max_num_seqs - len(self.running)
-        for sequence in list(islice(self.waiting.values(), max(0, free_seats) + MAX_SKIPPED + 1)):
-            if len(self.running) >= self.limits.max_num_seqs:
-                self.wait_reason = "seats"
+        for sequence in list(islice(self.waiting.values(), num_open + MAX_SKIPPED + 1)):
+            if len(newcomers) >= num_open:
+                self.wait_reason = "draining" if self.is_switching else self.batching.closed_reason
                 break
-            if plan.tokens_left == 0:
+            if plan.tokens_left == 0 and not self.batching.forms_batches:
                 self.wait_reason = "token_budget"
                 break
             prefix = self.kv_cache.find_prefix(sequence)
@@ -267,10 +266,19 @@ class Scheduler:
                 break
             else:
                 self._seat(sequence, prefix, plan, now)
+                newcomers.append(sequence)
                 promised += self._promised_blocks(sequence)
                 for other in skipped:
                     other.num_overtaken += 1
+        self.batching.admit(newcomers)
         self.too_large_now = tuple([sequence.sequence_id for sequence in skipped])
+
+    def _num_open(self, now: float) -> int:
+        """Newcomers that may sit down in this step."""
+        if self.is_switching:
+            return 0
+        moment = Moment(self.waiting.values(), len(self.running), self.limits, now)
+        return max(0, self.batching.num_open(moment))
 
     def _expected_blocks(self, sequence: Sequence) -> int:
         """Blocks that the policy wants for a sequence, those it has included."""
@@ -285,37 +293,13 @@ class Scheduler:
         del self.waiting[sequence.sequence_id]
         self.num_waiting_tokens -= sequence.num_tokens
         sequence.status = SequenceStatus.RUNNING
-        sequence.seat = self._free_seats.pop()
+        sequence.seat = self._seats.take()
         self.running.append(sequence)
         new_blocks = self.kv_cache.seat(sequence, prefix)
         if new_blocks is None:
             raise RuntimeError(f"sequence {sequence.sequence_id} was seated without room for its tokens")
-        self._count_hits(sequence, now)
-        plan.seated.append(
-            Seated(
-                seat=sequence.seat,
-                sequence_id=sequence.sequence_id,
-                token_ids=tuple(sequence.token_ids),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                params=sequence.params,
-                num_cached_tokens=sequence.num_computed_tokens,
-            )
-        )
-        plan.add(sequence, sequence.num_tokens - sequence.num_computed_tokens, new_blocks)
-
-    def _count_hits(self, sequence: Sequence, now: float) -> None:
-        """Count what the cache saved a newcomer of its prompt, or one that returns of what it had lost."""
-        hits = sequence.num_computed_tokens
-        if sequence.first_seated_time is None:
-            sequence.first_seated_time = now
-            sequence.num_cached_tokens = hits
-            sequence.num_prompt_tokens_read = hits
-            self.num_queried_tokens += sequence.num_prompt_tokens
-            self.num_hit_tokens += hits
-            self.num_prompt_tokens += hits
-        else:
-            self.num_recomputed_tokens += max(0, sequence.num_tokens_thrown_away - hits)
-        sequence.num_tokens_thrown_away = 0
+        self.counters.count_seated(sequence, now)
+        plan.seat(sequence, new_blocks)
 
     def _wait(self, sequence: Sequence, *, first: bool) -> None:
         self.waiting[sequence.sequence_id] = sequence
@@ -326,7 +310,8 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.seat >= 0:
             self.running.remove(sequence)
-            self._vacate(sequence)
+            self._count_slots(sequence)
+            self._vacate(sequence, keeps_seat=self.batching.keeps_seat(sequence))
         else:
             del self.waiting[sequence.sequence_id]
             self.num_waiting_tokens -= sequence.num_tokens
@@ -349,8 +334,15 @@ class Scheduler:
         self._finish(sequence, reason)
         update.endings.append(Ending(sequence.sequence_id, reason, error))
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _count_slots(self, sequence: Sequence) -> None:
+        """Count what was set aside for one that ends, and how much of it was never written."""
+        num_blocks = max(len(sequence.block_ids), self.kv_cache.blocks_for(self.admission.reserved_tokens(sequence)))
+        self.counters.count_slots(num_blocks * self.kv_cache.block_size, sequence.num_computed_tokens)
+
+    def _vacate(self, sequence: Sequence, *, keeps_seat: bool = False) -> None:
         self.kv_cache.release(sequence)
-        self._free_seats.append(sequence.seat)
-        self._free_seats.sort(reverse=True)  # the lowest free seat is taken first
+        if keeps_seat:
+            self._seats.keep(sequence.seat)
+        else:
+            self._seats.leave(sequence.seat)
         sequence.seat = -1

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from engine.batch import Ending, StepUpdate
 from engine.errors import EngineError
 from engine.messages import Add, End, SetLimits, StepResult
-from engine.scheduler import Ending, StepUpdate
 from engine.sequence import FinishReason
 from engine.step_log import StepLog, StepRecord
 
@@ -58,7 +58,7 @@ class Scheduling:
         self._failed_steps = 0
 
     async def run(self) -> None:
-        """Schedule → execute → update, for ever; waits for a command when there is nothing to do.
+        """Schedule → execute → update, for ever; waits for a command when there is nothing to do now.
 
         Raises:
             EngineError: several steps in a row failed.
@@ -66,8 +66,11 @@ class Scheduling:
         while True:
             await self._apply_commands()
             batch = self.scheduler.schedule(trio.current_time())
-            if batch.seats:
+            if not batch.is_empty:
                 await self._results.send(await self._step(batch))
+            elif self.scheduler.look_again_at is not None:
+                with trio.move_on_at(self.scheduler.look_again_at):
+                    await self._apply(await self._commands.receive())
             elif self.scheduler.waiting:
                 await self._results.send(self._give_up_on_first())
             else:
@@ -92,7 +95,7 @@ class Scheduling:
         else:
             update = self._fail(batch, error)
         self._stats.record_step(finished, finished - planned, batch.num_tokens)
-        self._stats.record_prompt(finished, self.scheduler.num_prompt_tokens - self._stats.num_prompt_tokens)
+        self._stats.record_prompt(finished, self.scheduler.counters.num_prompt_tokens - self._stats.num_prompt_tokens)
         seated = tuple([(seated.sequence_id, seated.num_cached_tokens) for seated in batch.seated])
         return StepResult(planned, finished, update, seated, batch.preempted)
 
@@ -126,7 +129,7 @@ class Scheduling:
                 self.scheduler.add(sequence)
             case SetLimits(changes, done):
                 limits = self.scheduler.limits
-                self.scheduler.limits = replace(limits, generation=limits.generation + 1, **changes)
+                self.scheduler.set_limits(replace(limits, generation=limits.generation + 1, **changes))
                 done.set()
             case End(sequence_id, reason):
                 if self.scheduler.abort(sequence_id, reason) is not None and reason is FinishReason.ABORT:

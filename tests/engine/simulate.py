@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.config import Limits
 from engine.kv_cache import KVCache
-from engine.policy import make_admission
 from engine.scheduler import Scheduler
 from engine.sequence import SamplingParams, Sequence
 from tests.fakes import FakeRunner
 
 if TYPE_CHECKING:
-    from engine.batch import ScheduledBatch
-    from engine.scheduler import StepUpdate
+    from engine.batch import ScheduledBatch, StepUpdate
     from engine.stepper import Runner
 
 
@@ -32,14 +31,13 @@ class Simulation:
         num_seats: int = 16,
         runner: Runner | None = None,
         enable_prefix_caching: bool = True,
-        admission: str = "on_demand",
+        **limits: Any,
     ) -> None:
         self.scheduler = Scheduler(
             KVCache(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
-            limits=Limits(max_num_seqs, token_budget),
+            limits=Limits(max_num_seqs, token_budget, **limits),
             num_seats=num_seats,
             max_model_len=max_model_len,
-            admission=make_admission(admission),
         )
         self.runner: Runner = runner or FakeRunner(num_blocks, block_size)
         self.outputs: dict[int, list[int]] = {}
@@ -48,8 +46,11 @@ class Simulation:
         self.batches: list[ScheduledBatch] = []
         self._ids = count(1)
 
-    def set_limits(self, max_num_seqs: int, token_budget: int) -> None:
-        self.scheduler.limits = Limits(max_num_seqs, token_budget)
+    def set_limits(self, max_num_seqs: int, token_budget: int, **limits: Any) -> None:
+        now = self.scheduler.limits
+        self.scheduler.set_limits(
+            replace(now, max_num_seqs=max_num_seqs, max_num_batched_tokens=token_budget, **limits)
+        )
 
     def add(self, num_prompt_tokens: int, max_tokens: int | None, **params: object) -> Sequence:
         prompt = tuple((len(self.sequences) * 7 + i * 3) % 256 for i in range(num_prompt_tokens))
@@ -66,10 +67,10 @@ class Simulation:
     def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule(float(len(self.batches)))
         self.check_writes(batch)
-        if batch.seats:
+        if not batch.is_empty:
             self.apply(self.scheduler.update(batch, self.runner.execute(batch), float(len(self.batches))), batch.step)
         self.scheduler.check_integrity()
-        assert batch.num_tokens <= batch.token_budget
+        assert batch.num_tokens + batch.num_padding_tokens <= batch.token_budget
         self.batches.append(batch)
         return batch
 

@@ -56,7 +56,7 @@ def test_all_twelve_prompts_among_strangers(
             stranger = tuple((number * 131 + i * 17) % 40_000 + 20 for i in range(5 + 7 * number))
             simulation.add_prompt(stranger, SamplingParams(temperature=1.0, seed=number, max_tokens=16, min_tokens=16))
     simulation.run()
-    assert simulation.scheduler.num_preemptions > 0
+    assert simulation.scheduler.counters.num_preemptions > 0
     for sequence_id, output_ids in wanted.items():
         assert simulation.outputs[sequence_id] == output_ids
 

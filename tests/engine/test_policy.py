@@ -28,12 +28,15 @@ def test_the_answers_are_the_same(admission: str) -> None:
 
 
 def test_a_reservation_never_preempts_and_on_demand_does() -> None:
-    assert crowd("reserve")[0].scheduler.num_preemptions == 0
-    assert crowd("on_demand")[0].scheduler.num_preemptions > 0
+    assert crowd("reserve")[0].scheduler.counters.num_preemptions == 0
+    assert crowd("on_demand")[0].scheduler.counters.num_preemptions > 0
 
 
 def test_a_prediction_preempts_less_than_on_demand() -> None:
-    assert crowd("predicted")[0].scheduler.num_preemptions < crowd("on_demand")[0].scheduler.num_preemptions
+    assert (
+        crowd("predicted")[0].scheduler.counters.num_preemptions
+        < crowd("on_demand")[0].scheduler.counters.num_preemptions
+    )
 
 
 def test_a_huge_max_tokens_fills_the_pool_only_where_it_is_reserved() -> None:

@@ -25,8 +25,8 @@ def test_the_second_asker_computes_only_what_is_new() -> None:
     simulation = Simulation(block_size=4)
     assert ask(simulation, PROMPT).num_cached_tokens == 0
     assert ask(simulation, (*PROMPT[:18], 99, 98)).num_cached_tokens == 16
-    assert simulation.scheduler.num_hit_tokens == 16
-    assert simulation.scheduler.num_queried_tokens == 40
+    assert simulation.scheduler.counters.num_hit_tokens == 16
+    assert simulation.scheduler.counters.num_queried_tokens == 40
 
 
 def test_the_last_token_is_computed_even_on_a_full_hit() -> None:
@@ -69,7 +69,7 @@ def test_cached_blocks_are_evicted_before_anyone_is_preempted_or_made_to_wait() 
         ask(simulation, tuple(range(start, start + 17)), max_tokens=3)
     assert simulation.scheduler.kv_cache.usage.cached >= 19
     ask(simulation, tuple(range(100, 170)), max_tokens=5)
-    assert simulation.scheduler.num_preemptions == 0
+    assert simulation.scheduler.counters.num_preemptions == 0
     assert simulation.scheduler.kv_cache.pool.num_evictions > 0
 
 
@@ -90,7 +90,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
         young = simulation.add_prompt(tuple(range(number, number + 9)), SamplingParams(max_tokens=20))
     simulation.run()
     assert young is not None
-    assert simulation.scheduler.num_preemptions > 0
+    assert simulation.scheduler.counters.num_preemptions > 0
     for sequence in simulation.sequences.values():
         assert simulation.outputs[sequence.sequence_id] == expected_output(sequence.prompt_token_ids, 20)
 

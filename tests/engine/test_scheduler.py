@@ -81,10 +81,10 @@ def test_memory_pressure_takes_the_youngest_seat_and_loses_nothing() -> None:
     simulation = Simulation(num_blocks=6, block_size=4)
     old, young = simulation.add(6, 14), simulation.add(6, 14)
     simulation.run()
-    assert simulation.scheduler.num_preemptions > 0
+    assert simulation.scheduler.counters.num_preemptions > 0
     assert old.num_preemptions == 0
     assert young.num_preemptions > 0
-    assert simulation.scheduler.num_recomputed_tokens > 0
+    assert simulation.scheduler.counters.num_recomputed_tokens > 0
     for sequence in (old, young):
         assert simulation.outputs[sequence.sequence_id] == expected_output(sequence.prompt_token_ids, 14)
 
@@ -93,7 +93,7 @@ def test_nothing_is_admitted_in_a_step_that_preempted_and_the_preempted_one_is_f
     simulation = Simulation(num_blocks=6, block_size=4)
     simulation.add(6, 14)
     young = simulation.add(6, 14)
-    while not simulation.scheduler.num_preemptions:
+    while not simulation.scheduler.counters.num_preemptions:
         batch = simulation.step()
         late = simulation.add(1, 1) if not simulation.scheduler.waiting else None
     assert batch.preempted == (young.sequence_id,)
@@ -166,7 +166,7 @@ def test_results_for_a_sequence_that_has_ended_are_dropped_and_counted() -> None
     update = simulation.scheduler.update(batch, output, 0.0)
     assert [sequence_id for sequence_id, _ in update.tokens] == [stays.sequence_id]
     assert not update.endings
-    assert simulation.scheduler.num_dropped_results == 1
+    assert simulation.scheduler.counters.num_dropped_results == 1
     simulation.scheduler.check_integrity()
 
 

@@ -95,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         simulation = self.simulation
         simulation.run()
-        assert not (self.never_preempts and simulation.scheduler.num_preemptions)
+        assert not (self.never_preempts and simulation.scheduler.counters.num_preemptions)
         usage = simulation.scheduler.kv_cache.usage
         assert usage.free + usage.cached == usage.total
         for sequence in simulation.sequences.values():

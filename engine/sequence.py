@@ -73,6 +73,10 @@ class Sequence:
         last_step: the last step it took part in, else -1.
         arrival_time: seconds on the engine's clock.
         num_overtaken: how often one behind it in the queue was seated before it, for want of memory.
+        key_name: name of the API key that asked, empty without keys.
+        background: whether it is background work, which waits for the interactive.
+        priority: the lower goes first among those of its key.
+        num_charged_tokens: tokens that its key's account was charged for.
         cache_root: where its chain of cached blocks starts; only sequences of the same root share blocks.
         cache_parent: uid of the last block that was remembered.
         num_cached_tokens: prompt tokens that were in the cache when it first sat down.
@@ -105,6 +109,10 @@ class Sequence:
     num_cached_tokens: int = 0
     num_remembered_blocks: int = 0
     next_full: int = 0
+    key_name: str = ""
+    background: bool = False
+    priority: int = 0
+    num_charged_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

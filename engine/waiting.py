@@ -1,0 +1,265 @@
+"""Who is seated next: the queue of one class of work, and fairness between the keys that ask.
+
+Fairness is that of virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024):
+every key has a counter of the service it was given, and the key with the smallest one is served next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import TypeAlias
+
+    from engine.sequence import Sequence
+
+    # Where a sequence stands in a line: put back or not, priority, number; the number is unique, so that the
+    # sequences themselves are never compared.
+    _Entry: TypeAlias = tuple[int, int, int, Sequence]
+
+# What a token costs, the paper's w_p and w_q. A prompt token that was in the cache costs next to nothing to serve.
+PROMPT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+CACHED_WEIGHT = 0.1
+
+
+@dataclass(slots=True)
+class Account:
+    """What one key was given, and what it asks for now.
+
+    Attributes:
+        counter: its virtual counter, in weighted tokens; lifted when it returns.
+        served: weighted tokens that it was really charged for.
+        num_waiting: how many of its sequences wait.
+        num_seats: how many seats it holds.
+    """
+
+    counter: float = 0.0
+    served: float = 0.0
+    num_waiting: int = 0
+    num_seats: int = 0
+
+
+class Fairness:
+    """Virtual token counters by key, and who holds how many seats, in one class of work.
+
+    It differs from the published algorithm (VTC, algorithm 2) in this:
+    - Output is charged when a pick between keys is due and when a sequence leaves its seat, not after every step:
+      the counters are the same whenever they are compared, and a step pays nothing.
+    - A prompt token from the prefix cache costs `CACHED_WEIGHT`.
+    - What was preempted returns with its prompt already charged, and does not lift its key: it never left.
+    - With `max_num_seqs`, a key below its share of the seats goes before one that has it, whatever the counters say.
+      The paper's bound on the difference in service holds between keys of the same standing only; without (`None`)
+      it holds as published.
+
+    Keys come from the closed set of names in the configuration; one that went idle keeps one small account.
+
+    Args:
+        max_num_seqs: seats that are shared out; may be set at any time. `None`: counters alone decide.
+    """
+
+    def __init__(self, max_num_seqs: int | None = None) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._accounts: dict[str, Account] = {}
+        self._seated: dict[int, Sequence] = {}
+        self._last_left: Account | None = None
+        self._num_busy = 0
+
+    @property
+    def accounts(self) -> Mapping[str, Account]:
+        """Every key that ever asked, to be read only; call `settle` before for counters of this moment."""
+        return self._accounts
+
+    @property
+    def share(self) -> int:
+        """Seats that each key with anything waiting or running may hold before others go first."""
+        seats = self.max_num_seqs
+        return len(self._seated) + 1 if seats is None else -(-seats // max(1, self._num_busy))
+
+    def num_seats(self, key: str) -> int:
+        """Seats that a key holds."""
+        account = self._accounts.get(key)
+        return 0 if account is None else account.num_seats
+
+    def seated(self, sequence: Sequence) -> None:
+        """A sequence took a seat, and `num_cached_tokens` of it is known: its prompt is charged, once in its life."""
+        account = self._account(sequence)
+        self._count(account, seats=1)
+        self._seated[sequence.sequence_id] = sequence
+        if sequence.num_charged_tokens == 0:
+            cached = sequence.num_cached_tokens
+            self._charge(account, PROMPT_WEIGHT * (sequence.num_prompt_tokens - cached) + CACHED_WEIGHT * cached)
+            sequence.num_charged_tokens = sequence.num_prompt_tokens
+
+    def vacated(self, sequence: Sequence) -> None:
+        """A sequence left its seat: ended, aborted or preempted."""
+        del self._seated[sequence.sequence_id]
+        account = self._account(sequence)
+        self._settle(sequence, account)
+        self._count(account, seats=-1)
+
+    def settle(self) -> None:
+        """Charge everybody who sits for the output that was not charged yet."""
+        for sequence in self._seated.values():
+            self._settle(sequence, self._account(sequence))
+
+    def joined(self, sequence: Sequence, *, lift: bool) -> None:
+        """A sequence began to wait (told by the queue). `lift`: it is a newcomer.
+
+        A key of which nothing waited is lifted to the smallest counter of those that wait, or to that of the key
+        that left the queue last: it cannot save up service by staying away.
+        """
+        account = self._account(sequence)
+        if lift and not account.num_waiting and len(self._accounts) > 1:
+            self.settle()
+            waiting = [other.counter for other in self._accounts.values() if other.num_waiting]
+            if waiting:
+                account.counter = max(account.counter, min(waiting))
+            elif self._last_left is not None:
+                account.counter = max(account.counter, self._last_left.counter)
+        self._count(account, waiting=1)
+
+    def left(self, sequence: Sequence) -> None:
+        """A sequence no longer waits (told by the queue)."""
+        self._last_left = account = self._account(sequence)
+        self._count(account, waiting=-1)
+
+    def _account(self, sequence: Sequence) -> Account:
+        account = self._accounts.get(sequence.key_name)
+        if account is None:
+            account = self._accounts[sequence.key_name] = Account()
+        return account
+
+    def _count(self, account: Account, *, waiting: int = 0, seats: int = 0) -> None:
+        was_busy = account.num_waiting + account.num_seats > 0
+        account.num_waiting += waiting
+        account.num_seats += seats
+        self._num_busy += (account.num_waiting + account.num_seats > 0) - was_busy
+
+    def _settle(self, sequence: Sequence, account: Account) -> None:
+        num_new = len(sequence.token_ids) - sequence.num_charged_tokens
+        self._charge(account, OUTPUT_WEIGHT * num_new)
+        sequence.num_charged_tokens += num_new
+
+    def _charge(self, account: Account, cost: float) -> None:
+        account.counter += cost
+        account.served += cost
+
+
+class WaitingQueue:
+    """The sequences of one class of work that wait.
+
+    The order: first those that were preempted for memory, the last put back first. Then between keys, as `Fairness`
+    says; of equal ones the one whose first has waited longest. Within a key the lower `priority`, then who came first.
+    With one key only that is first come, first served within a priority.
+
+    Args:
+        fairness: the counters of this class; each class has its own.
+    """
+
+    def __init__(self, fairness: Fairness) -> None:
+        self.fairness = fairness
+        self.num_tokens = 0
+        self._front: list[_Entry] = []
+        self._lines: dict[str, list[_Entry]] = {}
+        self._places: dict[int, tuple[list[_Entry], _Entry]] = {}
+        self._next_number = 1
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Everybody who waits, in the order in which they joined."""
+        return iter([entry[3] for _, entry in self._places.values()])
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id in self._places
+
+    def add(self, sequence: Sequence) -> None:
+        """A newcomer: behind those of its key with the same or a lower number of priority."""
+        self.fairness.joined(sequence, lift=True)
+        line = self._lines.setdefault(sequence.key_name, [])
+        self._join(line, (1, sequence.priority, self._next_number, sequence))
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Preempted for memory: to the very front of the class, whatever its key."""
+        self.fairness.joined(sequence, lift=False)
+        self._join(self._front, (0, 0, -self._next_number, sequence))
+
+    def put_back_own(self, sequence: Sequence) -> None:
+        """Gave its seat to another key: to the front of its own key's line."""
+        self.fairness.joined(sequence, lift=False)
+        line = self._lines.setdefault(sequence.key_name, [])
+        self._join(line, (0, 0, -self._next_number, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        """It is seated or aborted. Who seats it tells `fairness.seated` when the cached tokens are known.
+
+        Raises:
+            KeyError: it does not wait here.
+        """
+        line, entry = self._places.pop(sequence.sequence_id)
+        del line[bisect_left(line, entry)]
+        if not line and line is not self._front:
+            del self._lines[sequence.key_name]
+        self.num_tokens -= sequence.num_tokens
+        self.fairness.left(sequence)
+
+    def candidates(self) -> Iterator[Sequence]:
+        """Those who wait, in the order in which they are to be seated.
+
+        The queue may change between two of them: each is chosen by the counters and seats of its moment. One that is
+        not taken is passed over. A pick costs time in the number of keys, not of sequences.
+        """
+        entry: _Entry | None = None
+        while entry := _after(self._front, entry):
+            yield entry[3]
+        if len(self._lines) > 1:
+            self.fairness.settle()
+        passed: dict[str, _Entry] = {}
+        while entry := self._next(passed):
+            passed[entry[3].key_name] = entry
+            yield entry[3]
+
+    def first(self) -> Sequence:
+        """Who is to be seated first.
+
+        Raises:
+            LookupError: nobody waits.
+        """
+        for sequence in self.candidates():
+            return sequence
+        raise LookupError("nobody waits")
+
+    def _join(self, line: list[_Entry], entry: _Entry) -> None:
+        sequence = entry[3]
+        self._next_number += 1
+        insort(line, entry)
+        self._places[sequence.sequence_id] = line, entry
+        self.num_tokens += sequence.num_tokens
+
+    def _next(self, passed: dict[str, _Entry]) -> _Entry | None:
+        """The first, beyond those passed, of the key whose turn it is."""
+        best: _Entry | None = None
+        best_order = (True, 0.0, 0)
+        share, accounts = self.fairness.share, self.fairness.accounts
+        for key, line in self._lines.items():
+            entry = _after(line, passed.get(key))
+            if entry is not None:
+                account = accounts[key]
+                order = (account.num_seats >= share, account.counter, entry[2])
+                if best is None or order < best_order:
+                    best, best_order = entry, order
+        return best
+
+
+def _after(line: list[_Entry], entry: _Entry | None) -> _Entry | None:
+    """What stands behind an entry that may have left meanwhile; the first of all behind `None`."""
+    index = 0 if entry is None else bisect_right(line, entry)
+    return line[index] if index < len(line) else None

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sequence import SamplingParams, Sequence
@@ -255,6 +255,7 @@ def check(queue: WaitingQueue, waiting: dict[int, Sequence], running: list[Seque
 MAX_PROMPT, MAX_OUTPUT = 60, 12
 
 
+@settings(max_examples=60)
 @given(
     prompts=st.tuples(*[st.lists(st.integers(1, MAX_PROMPT), min_size=1, max_size=5)] * 3),
     outputs=st.tuples(*[st.lists(st.integers(1, MAX_OUTPUT), min_size=1, max_size=5)] * 3),
@@ -271,11 +272,11 @@ def test_two_keys_that_always_wait_are_served_alike(
     running: list[tuple[Sequence, int]] = []
     made = dict.fromkeys("abc", 0)
     history: list[dict[str, float]] = []
-    for step in range(250):
+    for step in range(200):
         for index, key in enumerate("abc"):
-            # Three in the queue at all times, from the step on in which the key comes.
+            # More wait at all times than there are seats, from the step on in which the key comes.
             account = fairness.accounts.get(key)
-            for _ in range(3 - (account.num_waiting if account else 0) if step >= starts[index] else 0):
+            for _ in range(num_seats + 1 - (account.num_waiting if account else 0) if step >= starts[index] else 0):
                 queue.add(make(key, num_prompt_tokens=prompts[index][made[key] % len(prompts[index])]))
                 made[key] += 1
         if len(running) < num_seats:

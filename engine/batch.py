@@ -36,12 +36,17 @@ class Seated:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Tokens `start` to `start + count` of a seat, to be computed and thrown away: what a padded batch wastes."""
+    """Tokens `start` to `start + count` of a seat, to be computed and thrown away: what a padded batch wastes.
+
+    Attributes:
+        samples: whether the next token is computed too, as for every row of an answer.
+    """
 
     seat: int
     start: int
     count: int
     request_id: str = ""
+    samples: bool = False
 
 
 @dataclass(frozen=True, slots=True)

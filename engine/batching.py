@@ -114,7 +114,7 @@ class FixedBatches(Continuous):
         """It does where padding is computed: its last position again and again."""
         if self._pads:
             last = max(0, sequence.num_computed_tokens - 1)
-            self._ended.append(Padding(sequence.seat, last, 1, sequence.request_id))
+            self._ended.append(Padding(sequence.seat, last, 1, sequence.request_id, samples=True))
         return self._pads
 
     def end(self) -> None:

@@ -100,3 +100,26 @@ class EngineConfig:
     def capacity(self) -> Limits:
         """The highest live limits."""
         return Limits(self.capacity_num_seqs, self.capacity_num_batched_tokens)
+
+
+MAX_QUEUE_DELAY_SECONDS = 3600.0
+
+
+def live_range(name: str, capacity: Limits) -> tuple[int, float]:
+    """The lowest and the highest value that a numeric field of `Limits` can take while the engine runs.
+
+    Raises:
+        ValueError: there is no such field, or it cannot be changed.
+    """
+    match name:
+        case "max_num_seqs":
+            return 1, capacity.max_num_seqs
+        case "max_num_batched_tokens":
+            return 1, capacity.max_num_batched_tokens
+        case "long_prefill_token_threshold":
+            return 0, capacity.max_num_batched_tokens
+        case "dynamic_preferred_size":
+            return 0, capacity.max_num_seqs
+        case "dynamic_max_queue_delay_seconds":
+            return 0, MAX_QUEUE_DELAY_SECONDS
+    raise ValueError(f"{name} cannot be changed while running")

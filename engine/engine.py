@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from engine.batching import make_batching
+from engine.config import live_range
 from engine.errors import DrainingError, QueueFullError, RequestError
 from engine.handle import Handle
 from engine.ingress import Ingress
 from engine.kv_cache import KVCache
 from engine.messages import Command, Result, SetLimits
+from engine.policy import make_admission
 from engine.report import Report
 from engine.scheduler import Scheduler
 from engine.scheduling import Scheduling
@@ -159,20 +162,22 @@ class Engine:
             self._idle = trio.Event()
         return handle
 
-    async def set_limits(self, changes: Mapping[str, int]) -> Limits:
-        """Change live limits at the next step boundary. Lowering drains: nobody loses a seat.
+    async def set_limits(self, changes: Mapping[str, Any]) -> Limits:
+        """Change live limits at the next step boundary. Lowering drains, and so does another policy: nobody loses a seat.
 
         Args:
-            changes: `max_num_seqs`, `max_num_batched_tokens`, or both.
+            changes: some fields of `Limits`, but not `generation`.
 
         Raises:
-            ValueError: unknown, or not between 1 and the capacity; then nothing has changed.
+            ValueError: unknown, or a value that cannot be; then nothing has changed.
         """
         for name, value in changes.items():
-            if name not in ("max_num_seqs", "max_num_batched_tokens"):
-                raise ValueError(f"{name} cannot be changed while running")
-            if not 1 <= value <= getattr(self.capacity, name):
-                raise ValueError(f"{name} must lie between 1 and {getattr(self.capacity, name)}, not {value}")
+            if name not in ("policy", "admission"):
+                least, most = live_range(name, self.capacity)
+                if not least <= value <= most:
+                    raise ValueError(f"{name} must lie between {least} and {most}, not {value}")
+        make_batching(changes.get("policy", "continuous"))
+        make_admission(changes.get("admission", "on_demand"))
         done = trio.Event()
         await self._commands.send(SetLimits(dict(changes), done))
         await done.wait()
@@ -199,6 +204,11 @@ class Engine:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._open)
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether a policy that was set waits for those who run under the old one."""
+        return self._scheduler.is_switching
 
     @property
     def num_running(self) -> int:

@@ -25,7 +25,7 @@ class StepInputs:
     """What one step needs, in the runner's own row order: rows of one token first, the longest foremost.
 
     Attributes:
-        order: [R], index in the batch of each row.
+        order: [R], index in the batch of each row; rows of padding count on behind the batch's own.
         row_starts: [R], first token of each row.
         sampling: [S], rows that sample, as indices of this order.
         last_tokens: [S], the token whose logits each of them needs.
@@ -45,7 +45,8 @@ class InputBatch:
         max_num_seqs: seats.
         max_model_len: longest sequence, in tokens.
         block_shape: of a layer's block, (2, KVH, block_size, D).
-        null_block: a block that no sequence owns and that holds zeros; it fills the tables.
+        null_block: a block that no sequence owns and that holds zeros; it fills the tables. The one behind it is written
+            by padding and never read.
         cache_dtype: of the KV cache.
         vocab_size: stop tokens beyond it can never be drawn and are dropped.
     """
@@ -93,8 +94,7 @@ class InputBatch:
 
     def prepare(self, batch: ScheduledBatch) -> StepInputs:
         """Gather the inputs of a batch that was applied."""
-        columns = (batch.seats, batch.starts, batch.counts)
-        seats, starts, counts = (np.array(column, dtype=np.int64) for column in columns)
+        seats, starts, counts, samples = _columns(batch)
         order = np.lexsort((-(starts + counts), counts > 1))
         seats, starts, counts = seats[order], starts[order], counts[order]
         loc = np.zeros(len(counts) + 1, dtype=np.int64)
@@ -102,6 +102,8 @@ class InputBatch:
         token_seats = np.repeat(seats, counts)
         positions = np.arange(loc[-1]) + np.repeat(starts - loc[:-1], counts)
         blocks = self._block_tables[token_seats, positions // self._block_size]
+        if batch.padding:
+            blocks[np.repeat(order >= len(batch), counts)] = self._null_block + 1
         seq_lens = starts + counts
         plan = plan_attention(
             torch.from_numpy(self._block_tables[seats, : -(-int(seq_lens.max()) // self._block_size)]),
@@ -118,7 +120,7 @@ class InputBatch:
             offsets=torch.from_numpy(positions % self._block_size),
             plan=plan,
         )
-        sampling = np.flatnonzero(np.array(batch.samples, dtype=bool)[order])
+        sampling = np.flatnonzero(samples[order])
         return StepInputs(model, order, loc[:-1], sampling, torch.from_numpy(loc[1:][sampling] - 1))
 
     def append(self, seats: Ints, positions: Ints, token_ids: Ints) -> None:
@@ -136,3 +138,13 @@ class InputBatch:
         self._block_tables[seat] = self._null_block
         self._num_blocks[seat] = 0
         self.sampling.set(seat, seated.params, seated.num_prompt_tokens)
+
+
+def _columns(batch: ScheduledBatch) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    """Seats, starts, counts and samples of the rows, then of the padding."""
+    columns: tuple[tuple[int, ...], ...] = (batch.seats, batch.starts, batch.counts, batch.samples)
+    if batch.padding:
+        more = zip(*[(row.seat, row.start, row.count, row.samples) for row in batch.padding], strict=True)
+        columns = tuple([a + b for a, b in zip(columns, more, strict=True)])
+    seats, starts, counts, samples = (np.array(column, dtype=np.int64) for column in columns)
+    return seats, starts, counts, samples.astype(bool)

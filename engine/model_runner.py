@@ -125,16 +125,18 @@ class ModelRunner:
         """Compute the batch's tokens and draw a token for each row that samples."""
         begin = time.perf_counter()
         self._rows.apply(batch)
-        if len(batch) == 0:
+        if batch.is_empty:
             return StepOutput(batch.step, (), {}, time.perf_counter() - begin)
         inputs = self._rows.prepare(batch)
         hidden = self.model.forward(inputs.model, self.kv_caches)
         token_ids = np.full(len(batch), -1, dtype=np.int64)
-        broken = _broken_rows(hidden, inputs)
+        broken = {row for row in _broken_rows(hidden, inputs) if row < len(batch)}
         if len(inputs.sampling) > 0:
             rows = inputs.order[inputs.sampling]
-            seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
             logits = self.model.logits(hidden[inputs.last_tokens])
+            if batch.padding:  # computed like the others, and of no use to anybody
+                logits, rows = logits[torch.from_numpy(rows < len(batch))], rows[rows < len(batch)]
+            seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
             token_ids[rows] = sample(logits, self._rows.sampling, seats, positions)
             broken |= {int(row) for row in rows[token_ids[rows] < 0]}
             self._rows.append(seats, positions, token_ids[rows])
@@ -182,8 +184,8 @@ class ModelRunner:
             yield start, self.model.logits(hidden)
 
     def _make_caches(self, num_blocks: int) -> list[torch.Tensor]:
-        """One cache a layer; the last block is the null block, which stays zero."""
-        shape = (num_blocks + 1, *self._block_shape())
+        """One cache a layer; behind its blocks the null block, which stays zero, and one for padding to write to."""
+        shape = (num_blocks + 2, *self._block_shape())
         return [_zeros_on_demand(shape, self.dtype) for _ in self.model.layers]
 
     def _block_shape(self) -> tuple[int, int, int, int]:

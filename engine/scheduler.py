@@ -100,11 +100,7 @@ class Scheduler:
 
         A change of policy drains: those who run end under the old one, and until then nobody sits down.
 
-        Raises:
-            ValueError: there is no policy of that name; nothing has changed.
         """
-        make_batching(limits.policy)
-        make_admission(limits.admission)
         changed = (limits.policy, limits.admission) != (self.limits.policy, self.limits.admission)
         self.is_switching = self.is_switching or changed
         self.limits = limits

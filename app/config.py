@@ -72,12 +72,12 @@ class Key:
     @property
     def is_list(self) -> bool:
         """Whether the flag may be repeated."""
-        return self.name == "api_keys"
+        return isinstance(self.field.default, tuple)
 
     @property
     def is_secret(self) -> bool:
         """Whether its value must never be shown."""
-        return self.is_list or SecretStr in get_args(self.field.annotation)
+        return self.name == "api_keys" or SecretStr in get_args(self.field.annotation)
 
     @property
     def default(self) -> Any:
@@ -95,7 +95,7 @@ class Key:
     def range(self) -> str:
         """What it may be, in words."""
         if self.is_list:
-            return "a list of name=key"
+            return "a list of name=key" if self.is_secret else "a list of names"
         limits = {type(rule).__name__.lower(): rule for rule in self.field.metadata}
         low, above, high = (getattr(limits.get(name), name, None) for name in ("ge", "gt", "le"))
         floor = f"more than {_plain(above)}" if above is not None else _plain(low) if low is not None else ""

@@ -64,6 +64,14 @@ def _parse_key(entry: object) -> ApiKey | None:
     return ApiKey(name.strip(), SecretStr(key.strip()))
 
 
+def _parse_names(value: object) -> object:
+    """Turn a list or one comma-separated string into names."""
+    entries = value.split(",") if isinstance(value, str) else value
+    if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
+        return value
+    return tuple(name.strip() for entry in entries for name in entry.split(",") if name.strip())
+
+
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     """A key that may use `/v1`, and the name it goes by in logs and limits."""
@@ -75,6 +83,7 @@ class ApiKey:
 Secret = Annotated[SecretStr | None, BeforeValidator(_strip)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_parse_keys)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_parse_names)]
 
 
 class Section(BaseModel):
@@ -189,6 +198,9 @@ class SecuritySection(Section):
     api_keys: ApiKeys = _setting((), "", "who may use /v1, as name=key; none leaves it to loopback peers")
     admin_token: Secret = _setting(
         None, "", "opens /ops, /admin and /metrics from elsewhere; empty leaves them to loopback peers", absent=""
+    )
+    background_keys: Names = _setting(
+        (), "", "names of keys whose requests are all background work, which waits for the interactive"
     )
 
 

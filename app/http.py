@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from werkzeug.wrappers import Response as WerkzeugResponse
 
     from app.audit import AuditLog
+    from app.callers import Callers
     from app.config import Settings
     from app.lifecycle import Lifecycle
     from app.live_config import LiveConfig
-    from app.sharing import Sharing
     from app.telemetry import Telemetry
     from engine.engine import Engine
 
@@ -67,8 +67,8 @@ class Context:
 
     Attributes:
         audit: history of the live settings.
+        callers: what each API key may expect.
         live: the only way to change them.
-        sharing: who reads whose cached prompts.
         started_at: seconds since the epoch.
     """
 
@@ -78,7 +78,7 @@ class Context:
     lifecycle: Lifecycle
     audit: AuditLog
     live: LiveConfig
-    sharing: Sharing
+    callers: Callers
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def stats(self) -> dict[str, Any]:

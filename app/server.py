@@ -14,12 +14,12 @@ from hypercorn.config import Config
 from hypercorn.trio import serve as serve_asgi
 
 from app.audit import AuditLog
+from app.callers import Callers
 from app.connections import use_connections
 from app.http import Context, create_app
 from app.lifecycle import FAREWELL_SECONDS, Lifecycle
 from app.listening import cannot_listen, open_listening_socket
 from app.live_config import LiveConfig
-from app.sharing import Sharing
 from app.telemetry import Telemetry
 from engine.engine import open_engine
 
@@ -41,7 +41,7 @@ async def serve(settings: Settings) -> int:
         RelevoError: a setting is wrong, the port is taken or the model cannot be loaded.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    Sharing(settings)  # wrong groups are refused before the model is loaded
+    Callers(settings)  # unknown names of keys are refused before the model is loaded
     with open_listening_socket(settings.server.host, settings.server.port) as listener:
         async with open_engine(settings.engine_config()) as engine:
             await serve_engine(settings, engine, listener)
@@ -83,7 +83,7 @@ def make_context(settings: Settings, engine: Engine, lifecycle: Lifecycle) -> Co
         lifecycle=lifecycle,
         audit=audit,
         live=LiveConfig(engine, audit),
-        sharing=Sharing(settings),
+        callers=Callers(settings),
     )
 
 

@@ -51,6 +51,9 @@ class GenerationRequest:
         stop: strings that end the answer; nothing of them is ever shown.
         ignore_eos: the model's own end tokens do not end the answer.
         cache_root: only requests of the same root share cached blocks.
+        key_name: name of the API key that asked, empty without keys; between keys the engine is fair.
+        background: background work waits for the interactive.
+        priority: the lower goes first among the waiting ones of the same key.
     """
 
     request_id: str
@@ -59,6 +62,9 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     cache_root: Hashable = ""
+    key_name: str = ""
+    background: bool = False
+    priority: int = 0
 
 
 class Handle:

@@ -112,6 +112,9 @@ class Ingress:
             params,
             handle.arrival_time,
             cache_root=request.cache_root,
+            key_name=request.key_name,
+            background=request.background,
+            priority=request.priority,
         )
 
     def _check(self, handle: Handle, token_ids: tuple[int, ...]) -> None:

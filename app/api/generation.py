@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -47,8 +46,7 @@ class Generation:
 
 async def generate(context: Context, url: str) -> Response:
     """Answer a request to the route `url`, streamed or whole."""
-    root = partial(context.sharing.root, g.who)
-    planned = plan(context.engine, url, await read_json(), cache_root=root)
+    planned = plan(context.engine, url, await read_json(), caller=context.callers.of(g.who))
     return await respond(submit(context, planned), stream=planned.body.stream)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from app.api import unsupported
@@ -13,24 +12,20 @@ from app.api.errors import ApiError, ModelNameError
 from app.api.messages import parse_messages
 from app.api.schemas import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, parse_body
 from app.api.sse import ChatEnvelope, CompletionEnvelope, Envelope
+from app.callers import NOBODY
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from app.api.schemas import Body, GenerationBody
+    from app.callers import Caller
     from engine.engine import Engine
     from engine.loaded import ChatTemplateLike
 
 CHAT_URL: Final = "/v1/chat/completions"
 COMPLETION_URL: Final = "/v1/completions"
-
-
-CacheRoot = Callable[[str | None], tuple[str, str]]
-
-
-def no_sharing_rules(salt: str | None) -> tuple[str, str]:
-    """One user alone: only the salt counts."""
-    return ("", salt or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,39 +37,38 @@ class Plan:
     envelope: Envelope
 
 
-def plan(engine: Engine, url: str, data: dict[str, Any], *, cache_root: CacheRoot = no_sharing_rules) -> Plan:
+def plan(engine: Engine, url: str, data: dict[str, Any], *, caller: Caller = NOBODY) -> Plan:
     """Check the body of a request to the route `url`.
 
     Args:
-        cache_root: from the body's `cache_salt` to where its chain in the prefix cache starts.
+        caller: whose key it is, which class of work that is, and who shares its cached prompts.
 
     Raises:
         RelevoError: it cannot be served as it stands.
     """
-    planned = _plan_chat(engine, data) if url == CHAT_URL else _plan_completion(engine, data)
-    root = cache_root(planned.body.cache_salt)
-    return replace(planned, request=replace(planned.request, cache_root=root))
+    return _plan_chat(engine, data, caller) if url == CHAT_URL else _plan_completion(engine, data, caller)
 
 
-def _plan_chat(engine: Engine, data: dict[str, Any]) -> Plan:
+def _plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
     body = parse_body(ChatBody, data)
     check_model(engine, body)
     unsupported.refuse_unsupported(data, unsupported.CHAT)
     messages = parse_messages(body.messages, engine.model.context_length)
     require_chat_template(engine)
-    return _make_plan(engine, body, ChatPrompt(messages), ChatEnvelope, "chatcmpl", None)
+    return _make_plan(engine, caller, body, ChatPrompt(messages), ChatEnvelope, "chatcmpl", None)
 
 
-def _plan_completion(engine: Engine, data: dict[str, Any]) -> Plan:
+def _plan_completion(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
     body = parse_body(CompletionBody, data)
     check_model(engine, body)
     unsupported.refuse_unsupported(data, unsupported.COMPLETION)
     prompt = parse_prompt(body.prompt, engine.model.context_length)
-    return _make_plan(engine, body, prompt, CompletionEnvelope, "cmpl", DEFAULT_COMPLETION_TOKENS)
+    return _make_plan(engine, caller, body, prompt, CompletionEnvelope, "cmpl", DEFAULT_COMPLETION_TOKENS)
 
 
 def _make_plan(
     engine: Engine,
+    caller: Caller,
     body: GenerationBody,
     prompt: TextPrompt | TokensPrompt | ChatPrompt,
     envelope: Callable[..., Envelope],
@@ -83,8 +77,22 @@ def _make_plan(
 ) -> Plan:
     answer_id = f"{prefix}-{secrets.token_hex(12)}"
     params = body.sampling_params(default_max_tokens=default_max_tokens)
-    request = GenerationRequest(answer_id, prompt, params, body.stop, body.ignore_eos)
-    return Plan(body, request, envelope(answer_id, engine.model.name, int(time.time()), with_usage=body.include_usage))
+    background = caller.background or body.service_tier == "flex"
+    request = GenerationRequest(
+        answer_id,
+        prompt,
+        params,
+        body.stop,
+        body.ignore_eos,
+        cache_root=caller.cache_root(body.cache_salt),
+        key_name=caller.key_name,
+        background=background,
+        priority=body.priority,
+    )
+    # As OpenAI does: who asks for a tier is told which one it was.
+    tier = None if body.service_tier is None else "flex" if background else "default"
+    wrap = envelope(answer_id, engine.model.name, int(time.time()), with_usage=body.include_usage, service_tier=tier)
+    return Plan(body, request, wrap)
 
 
 def check_model(engine: Engine, body: Body) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Final, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
@@ -62,6 +62,8 @@ class GenerationBody(Body):
         timeout: deadline on the server, in seconds from arrival.
         min_tokens: no end before this many tokens.
         cache_salt: cached prompts are shared only with requests of the same salt.
+        service_tier: `flex` is background work, which waits for the interactive.
+        priority: the lower goes first among the waiting requests of the same key.
     """
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -81,6 +83,8 @@ class GenerationBody(Body):
     store: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
 
     @field_validator("stop", mode="before")
     @classmethod

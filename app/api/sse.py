@@ -40,6 +40,7 @@ class Envelope(ABC):
         answer_id: the same in every chunk.
         created: seconds since the epoch.
         with_usage: whether the client asked for usage; then every chunk has the key.
+        service_tier: the tier it was served in, for who asked for one.
     """
 
     whole_object: ClassVar[str]
@@ -48,10 +49,13 @@ class Envelope(ABC):
     opening_members: ClassVar[str]
     closing_members: ClassVar[str]
 
-    def __init__(self, answer_id: str, model: str, created: int, *, with_usage: bool) -> None:
+    def __init__(
+        self, answer_id: str, model: str, created: int, *, with_usage: bool, service_tier: str | None = None
+    ) -> None:
         self.answer_id = answer_id
         self.model = model
         self.created = created
+        self.service_tier = service_tier
         head = json.dumps(self._head(self.chunk_object), separators=(",", ":"))[:-1]
         self._before = f'data: {head},"choices":[{{"index":0,'
         self._after = '}],"usage":null}\n\n' if with_usage else "}]}\n\n"
@@ -86,7 +90,8 @@ class Envelope(ABC):
         """The members that carry a whole text."""
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+        return head if self.service_tier is None else {**head, "service_tier": self.service_tier}
 
     def _chunk(self, members: str, reason: str) -> bytes:
         return f'{self._before}{members},"logprobs":null,"finish_reason":{reason}{self._after}'.encode()

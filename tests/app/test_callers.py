@@ -1,0 +1,96 @@
+"""Whose request it is, and which class of work: from key and body to what the engine is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.api.planning import CHAT_URL, COMPLETION_URL, plan
+from app.callers import NOBODY, Caller, Callers
+from app.config import load_settings
+from engine.errors import ConfigError
+from tests.app.serving import CHAT, chat_body, events, make_settings, open_server
+from tests.fakes import open_fake_engine
+
+KEYS = ["alice=k1", "batch=k2"]
+
+
+def callers(**flags: Any) -> Callers:
+    return Callers(load_settings(flags={f"security.{name}": value for name, value in flags.items()}))
+
+
+def test_a_key_is_known_by_its_name_and_may_be_background_as_a_whole() -> None:
+    known = callers(api_keys=KEYS, background_keys="batch")
+    assert (known.of("alice").key_name, known.of("alice").background) == ("alice", False)
+    assert (known.of("batch").key_name, known.of("batch").background) == ("batch", True)
+
+
+def test_without_keys_everybody_is_the_same() -> None:
+    assert callers().of("127.0.0.1").key_name == callers().of("::1").key_name == NOBODY.key_name == ""
+
+
+@pytest.mark.parametrize("keys", [KEYS, []])
+def test_a_background_key_that_does_not_exist_is_refused_by_name(keys: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"security\.background_keys names the API key 'bob'.*security\.api_keys"):
+        callers(api_keys=keys, background_keys=["bob"])
+
+
+@pytest.mark.parametrize("value", [["batch", "alice"], "batch, alice", ["batch,alice"]])
+def test_names_come_as_a_list_or_between_commas(value: object) -> None:
+    settings = load_settings(flags={"security.api_keys": KEYS, "security.background_keys": value})
+    assert settings.security.background_keys == ("batch", "alice")
+
+
+def test_background_keys_may_stand_in_the_environment() -> None:
+    environ = {"RELEVO_SECURITY_API_KEYS": "a=1,b=2", "RELEVO_SECURITY_BACKGROUND_KEYS": "a,b"}
+    assert load_settings(environ=environ).security.background_keys == ("a", "b")
+
+
+@pytest.mark.parametrize("value", [5, [5]])
+def test_a_list_of_something_else_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"\[security\] background_keys .*takes a list of names"):
+        load_settings(flags={"security.background_keys": value})
+
+
+@pytest.mark.parametrize(
+    ("caller", "fields", "background", "tier"),
+    [
+        (NOBODY, {}, False, None),
+        (NOBODY, {"service_tier": None, "priority": None}, False, None),
+        (NOBODY, {"service_tier": "auto"}, False, "default"),
+        (NOBODY, {"service_tier": "default"}, False, "default"),
+        (NOBODY, {"service_tier": "flex"}, True, "flex"),
+        (Caller(key_name="batch", background=True), {}, True, None),
+        (Caller(key_name="batch", background=True), {"service_tier": "default"}, True, "flex"),
+    ],
+)
+@pytest.mark.parametrize("url", [CHAT_URL, COMPLETION_URL])
+async def test_the_engine_is_told_whose_it_is_and_which_class(
+    caller: Caller, fields: dict[str, Any], background: bool, tier: str | None, url: str
+) -> None:
+    async with open_fake_engine() as engine:
+        body = chat_body(priority=-3) if url == CHAT_URL else {"prompt": "hello", "priority": -3}
+        planned = plan(engine, url, body | fields, caller=caller)
+    asked = planned.request
+    assert (asked.key_name, asked.background) == (caller.key_name, background)
+    assert asked.priority == (0 if "priority" in fields else -3)
+    assert planned.envelope.service_tier == tier
+
+
+async def test_the_tier_is_told_to_whoever_asked_for_one() -> None:
+    async with open_server(make_settings(security={"api_keys": KEYS, "background_keys": ["batch"]})) as server:
+
+        async def post(key: str, **fields: Any) -> Any:
+            headers = {"Authorization": f"Bearer {key}"}
+            return await server.client.post(CHAT, json=chat_body(max_tokens=2, **fields), headers=headers)
+
+        assert "service_tier" not in (await post("k1")).json()
+        assert (await post("k1", service_tier="flex")).json()["service_tier"] == "flex"
+        assert (await post("k1", service_tier="auto")).json()["service_tier"] == "default"
+        assert (await post("k2", service_tier="auto")).json()["service_tier"] == "flex"
+        streamed = events((await post("k1", service_tier="flex", stream=True)).text)
+        assert {chunk["service_tier"] for chunk in streamed if chunk != "[DONE]"} == {"flex"}
+        refused = (await post("k1", service_tier="priority")).json()["error"]
+        assert refused["param"] == "service_tier"
+        assert refused["message"] == "'service_tier' must be 'auto', 'default' or 'flex'."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,9 @@ class SloTargets:
     ttft_p95_seconds: float | None = 2.0
     itl_p95_seconds: float | None = 0.25
     e2e_p95_seconds: float | None = None
+
+
+NO_TARGETS: Final = SloTargets(None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class EngineConfig:
         max_waiting: requests that may wait.
         max_waiting_tokens: prompt tokens that may wait, all requests together.
         slow_client_seconds: a reader that takes nothing for so long is aborted.
+        slo: what interactive work was promised.
+        slo_background: what background work was promised.
     """
 
     model: str = "smollm2-135m"
@@ -82,6 +88,7 @@ class EngineConfig:
     max_waiting_tokens: int = 262_144
     slow_client_seconds: float = 30.0
     slo: SloTargets = field(default_factory=SloTargets)
+    slo_background: SloTargets = NO_TARGETS
 
     @property
     def limits(self) -> Limits:

@@ -90,7 +90,7 @@ class Engine:
             block_size=config.block_size,
             remarks=loaded.remarks,
         )
-        self._stats = Stats(config.slo)
+        self._stats = Stats(config.slo, config.slo_background)
         self._draining = False
         self._open: dict[int, Handle] = {}
         self._idle = trio.Event()

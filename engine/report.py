@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.handle import ABORT_CAUSES
+from engine.sequence import CLASSES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from engine.config import EngineConfig, Limits
     from engine.scheduler import Scheduler
     from engine.scheduling import Scheduling
     from engine.sequence import Sequence
-    from engine.stats import Histogram, Stats
+    from engine.stats import ClassStats, Histogram, Stats
 
 WAIT_REASONS = ("seats", "token_budget", "kv_memory")
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -97,8 +98,8 @@ class Report:
                 "output": round(stats.output_rate.per_second(now), 2),
             },
             "tokens": {"prompt": stats.num_prompt_tokens, "output": stats.num_output_tokens},
-            "latency": {name: window.summary(now) for name, window in stats.windows.items()},
-            "slo": self._slo(now),
+            **_experience(stats.interactive, now),
+            "background": _experience(stats.background, now),
             "config": {
                 "max_num_seqs": limits.max_num_seqs,
                 "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -159,6 +160,8 @@ class Report:
             "finished_by_reason": {reason: stats.finished[reason] for reason in FINISH_REASONS},
             "rejected_by_reason": {reason: stats.rejected[reason] for reason in REJECTION_REASONS},
             "aborted_by_cause_and_phase": aborted,
+            "by_class": _places({name: [s for s in scheduler.sequences if s.class_name == name] for name in CLASSES}),
+            "by_key": _places(_by_key(scheduler.sequences)),
         }
 
     def _wait_reason(self, sequence: Sequence) -> str:
@@ -174,6 +177,9 @@ class Report:
         first = sequence.first_token_time
         return {
             "request_id": sequence.request_id,
+            "key": sequence.key_name or None,
+            "class": sequence.class_name,
+            "priority": sequence.priority,
             "state": sequence.status.value,
             "reason": self._wait_reason(sequence) if waits else None,
             "phase": None if waits else ("prefill" if sequence.num_output_tokens == 0 else "decode"),
@@ -186,14 +192,29 @@ class Report:
             "num_preemptions": sequence.num_preemptions,
         }
 
-    def _slo(self, now: float) -> dict[str, Any]:
-        slo, attained = self._config.slo, self._stats.attainment(now)
-        return {
-            "targets": {
-                "ttft_p95_seconds": slo.ttft_p95_seconds,
-                "itl_p95_seconds": slo.itl_p95_seconds,
-                "e2e_p95_seconds": slo.e2e_p95_seconds,
-            },
-            "attainment": {f"{name}_p95_seconds": share for name, share in attained.items()},
-            "goodput_requests_per_second": round(self._stats.good_rate.per_second(now), 4),
-        }
+
+def _by_key(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
+    """Sequences by the name of the key that asked for them; without keys there is none."""
+    found: dict[str, list[Sequence]] = {}
+    for sequence in sequences:
+        if sequence.key_name:
+            found.setdefault(sequence.key_name, []).append(sequence)
+    return found
+
+
+def _places(groups: Mapping[str, list[Sequence]]) -> dict[str, dict[str, int]]:
+    """How many of each group run and wait."""
+    running = {name: sum([sequence.seat >= 0 for sequence in group]) for name, group in groups.items()}
+    return {name: {"running": running[name], "waiting": len(group) - running[name]} for name, group in groups.items()}
+
+
+def _experience(work: ClassStats, now: float) -> dict[str, Any]:
+    """What one class of work met lately: `latency` and `slo`."""
+    return {
+        "latency": {name: window.summary(now) for name, window in work.windows.items()},
+        "slo": {
+            "targets": asdict(work.slo),
+            "attainment": {f"{name}_p95_seconds": share for name, share in work.attainment(now).items()},
+            "goodput_requests_per_second": round(work.good_rate.per_second(now), 4),
+        },
+    }

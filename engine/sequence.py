@@ -28,6 +28,10 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+# Classes of work: somebody waits for the one; the other takes what is left.
+CLASSES = ("interactive", "background")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen, and when to stop.
@@ -128,6 +132,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def class_name(self) -> str:
+        """One of `CLASSES`."""
+        return CLASSES[self.background]
 
     @property
     def is_finished(self) -> bool:

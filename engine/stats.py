@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
+
+from engine.config import NO_TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -145,6 +147,7 @@ class RequestTimes:
     """One accepted request's times, in seconds on the engine's clock, as its tokens come out."""
 
     arrival: float
+    background: bool = False
     num_prompt_tokens: int = 0
     seated: float | None = None
     first_token: float | None = None
@@ -162,10 +165,47 @@ class RequestTimes:
 
 
 @dataclass
-class Stats:
-    """Everything that is counted. Counters only grow; each accepted request ends in one of `finished`."""
+class ClassStats:
+    """What one class of work met lately: exact latencies, and which requests were served within their targets."""
 
     slo: SloTargets
+    windows: dict[str, SlidingWindow] = field(default_factory=lambda: {name: SlidingWindow() for name in WINDOWS})
+    good_rate: Rate = field(default_factory=lambda: Rate(WINDOW_SECONDS))
+    attained: dict[str, deque[tuple[float, bool]]] = field(
+        default_factory=lambda: {name: deque(maxlen=MAX_SAMPLES) for name in ("ttft", "itl", "e2e")}
+    )
+
+    def attainment(self, now: float) -> dict[str, float | None]:
+        """Share of the window's finished requests that met each target; `None` without a target or a request."""
+        return {name: _share(samples, now) for name, samples in self.attained.items()}
+
+    def record_attainment(self, times: RequestTimes, now: float, *, failed: bool) -> None:
+        """A request meets the inter-token target when at most 5 % of its gaps are longer."""
+        ttft = None if times.first_token is None else times.first_token - times.arrival
+        gaps = max(1, times.num_output_tokens - 1)
+        met = {
+            "ttft": _within(ttft, self.slo.ttft_p95_seconds),
+            "itl": None if self.slo.itl_p95_seconds is None else times.num_gaps_over_target <= 0.05 * gaps,
+            "e2e": _within(now - times.arrival, self.slo.e2e_p95_seconds),
+        }
+        for name, ok in met.items():
+            if ok is not None:
+                self.attained[name].append((now, ok and not failed))
+        good = not failed and all(ok is not False for ok in met.values())
+        self.good_rate.add(now, 1.0 if good else 0.0)
+
+
+@dataclass
+class Stats:
+    """Everything that is counted. Counters only grow; each accepted request ends in one of `finished`.
+
+    Counters and histograms count all requests; windows and targets are kept by class of work.
+    """
+
+    slo: InitVar[SloTargets]
+    slo_background: InitVar[SloTargets] = NO_TARGETS
+    interactive: ClassStats = field(init=False)
+    background: ClassStats = field(init=False)
     num_steps: int = 0
     num_step_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -174,15 +214,17 @@ class Stats:
     rejected: Counter[str] = field(default_factory=Counter)
     aborted: Counter[tuple[str, str]] = field(default_factory=Counter)
     histograms: dict[str, Histogram] = field(default_factory=lambda: {k: Histogram(v) for k, v in HISTOGRAMS.items()})
-    windows: dict[str, SlidingWindow] = field(default_factory=lambda: {name: SlidingWindow() for name in WINDOWS})
     step_seconds: SlidingWindow = field(default_factory=SlidingWindow)
     prompt_rate: Rate = field(default_factory=Rate)
     output_rate: Rate = field(default_factory=Rate)
     finish_rate: Rate = field(default_factory=lambda: Rate(60.0))
-    good_rate: Rate = field(default_factory=lambda: Rate(WINDOW_SECONDS))
-    attained: dict[str, deque[tuple[float, bool]]] = field(
-        default_factory=lambda: {name: deque(maxlen=MAX_SAMPLES) for name in ("ttft", "itl", "e2e")}
-    )
+
+    def __post_init__(self, slo: SloTargets, slo_background: SloTargets) -> None:
+        self.interactive, self.background = ClassStats(slo), ClassStats(slo_background)
+
+    def of(self, times: RequestTimes) -> ClassStats:
+        """The class of work that a request belongs to."""
+        return self.background if times.background else self.interactive
 
     def record_step(self, now: float, seconds: float, num_tokens: int) -> None:
         """Count a step: its wall time and the tokens it computed."""
@@ -203,18 +245,19 @@ class Stats:
         self.output_rate.add(now, 1)
         if times.last_token is None:
             times.first_token = now
-            self._record("ttft", "time_to_first_token_seconds", now, now - times.arrival)
+            self._record(times, "ttft", "time_to_first_token_seconds", now, now - times.arrival)
         else:
             gap = now - times.last_token
-            self._record("itl", "inter_token_latency_seconds", now, gap)
-            if self.slo.itl_p95_seconds is not None and gap > self.slo.itl_p95_seconds:
+            self._record(times, "itl", "inter_token_latency_seconds", now, gap)
+            target = self.of(times).slo.itl_p95_seconds
+            if target is not None and gap > target:
                 times.num_gaps_over_target += 1
         times.last_token = now
 
     def record_seated(self, times: RequestTimes, now: float) -> None:
         """Count the wait of a request that takes a seat for the first time."""
         times.seated = now
-        self._record("queue", "request_queue_time_seconds", now, now - times.arrival)
+        self._record(times, "queue", "request_queue_time_seconds", now, now - times.arrival)
 
     def record_finish(self, times: RequestTimes, now: float, reason: str, cause: str | None = None) -> None:
         """Count an accepted request's ending; `cause` says who aborted it."""
@@ -229,34 +272,15 @@ class Stats:
         if reason == "abort":
             self.aborted[cause or "client", times.phase] += 1
             return
-        self._record("e2e", "e2e_request_latency_seconds", now, now - times.arrival)
+        self._record(times, "e2e", "e2e_request_latency_seconds", now, now - times.arrival)
         if times.first_token is not None and times.last_token is not None and times.num_output_tokens > 1:
             tpot = (times.last_token - times.first_token) / (times.num_output_tokens - 1)
-            self._record("tpot", "request_time_per_output_token_seconds", now, tpot)
-        self._record_attainment(times, now, failed=reason == "error")
+            self._record(times, "tpot", "request_time_per_output_token_seconds", now, tpot)
+        self.of(times).record_attainment(times, now, failed=reason == "error")
 
-    def attainment(self, now: float) -> dict[str, float | None]:
-        """Share of the window's finished requests that met each target; `None` without a target or a request."""
-        return {name: _share(samples, now) for name, samples in self.attained.items()}
-
-    def _record(self, window: str, histogram: str, now: float, value: float) -> None:
-        self.windows[window].add(now, value)
+    def _record(self, times: RequestTimes, window: str, histogram: str, now: float, value: float) -> None:
+        self.of(times).windows[window].add(now, value)
         self.histograms[histogram].observe(value)
-
-    def _record_attainment(self, times: RequestTimes, now: float, *, failed: bool) -> None:
-        """A request meets the inter-token target when at most 5 % of its gaps are longer."""
-        ttft = None if times.first_token is None else times.first_token - times.arrival
-        gaps = max(1, times.num_output_tokens - 1)
-        met = {
-            "ttft": _within(ttft, self.slo.ttft_p95_seconds),
-            "itl": None if self.slo.itl_p95_seconds is None else times.num_gaps_over_target <= 0.05 * gaps,
-            "e2e": _within(now - times.arrival, self.slo.e2e_p95_seconds),
-        }
-        for name, ok in met.items():
-            if ok is not None:
-                self.attained[name].append((now, ok and not failed))
-        good = not failed and all(ok is not False for ok in met.values())
-        self.good_rate.add(now, 1.0 if good else 0.0)
 
 
 def _within(value: float | None, target: float | None) -> bool | None:

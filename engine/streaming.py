@@ -27,7 +27,7 @@ class _Stream:
     def __init__(self, handle: Handle, detokenizer: Detokenizer) -> None:
         self.handle = handle
         self.detokenizer = detokenizer
-        self.times = RequestTimes(handle.arrival_time)
+        self.times = RequestTimes(handle.arrival_time, handle.request.background)
         self.num_cached_tokens = 0
 
 

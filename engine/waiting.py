@@ -149,6 +149,17 @@ class Fairness:
         account.served += cost
 
 
+def served_by_key(*classes: Fairness) -> dict[str, int]:
+    """Weighted tokens that each named key was charged for since the start, all classes of work together."""
+    served: dict[str, float] = {}
+    for fairness in classes:
+        fairness.settle()
+        for key, account in fairness.accounts.items():
+            if key:
+                served[key] = served.get(key, 0.0) + account.served
+    return {key: round(tokens) for key, tokens in served.items()}
+
+
 class WaitingQueue:
     """The sequences of one class of work that wait.
 

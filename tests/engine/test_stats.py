@@ -69,11 +69,11 @@ def test_a_request_counts_once_and_its_gaps_each() -> None:
     for now in (10.5, 10.6, 10.8):
         stats.record_token(times, now)
     stats.record_finish(times, 10.8, "stop")
-    assert stats.windows["ttft"].percentile(50) == pytest.approx(0.5)
-    assert stats.windows["itl"].summary(11.0)["count"] == 2
-    assert stats.windows["tpot"].percentile(50) == pytest.approx(0.15)
+    assert stats.interactive.windows["ttft"].percentile(50) == pytest.approx(0.5)
+    assert stats.interactive.windows["itl"].summary(11.0)["count"] == 2
+    assert stats.interactive.windows["tpot"].percentile(50) == pytest.approx(0.15)
     assert stats.finished == {"stop": 1}
-    assert stats.attainment(11.0) == {"ttft": 1.0, "itl": 1.0, "e2e": None}
+    assert stats.interactive.attainment(11.0) == {"ttft": 1.0, "itl": 1.0, "e2e": None}
 
 
 def test_a_request_misses_a_target_when_too_many_gaps_are_long() -> None:
@@ -83,8 +83,8 @@ def test_a_request_misses_a_target_when_too_many_gaps_are_long() -> None:
     for token in range(10):
         stats.record_token(times, 0.05 * token + (1.0 if token == 9 else 0.0))
     stats.record_finish(times, 2.0, "length")
-    assert stats.attainment(2.0)["itl"] == 0.0
-    assert stats.good_rate.per_second(2.0) == 0.0
+    assert stats.interactive.attainment(2.0)["itl"] == 0.0
+    assert stats.interactive.good_rate.per_second(2.0) == 0.0
 
 
 def test_an_abort_is_counted_by_cause_and_phase() -> None:
@@ -93,4 +93,19 @@ def test_an_abort_is_counted_by_cause_and_phase() -> None:
     seated = RequestTimes(arrival=0.0, seated=0.5)
     stats.record_finish(seated, 1.0, "abort", "timeout")
     assert stats.aborted == {("client", "queued"): 1, ("timeout", "prefill"): 1}
-    assert stats.windows["e2e"].summary(1.0)["count"] == 0
+    assert stats.interactive.windows["e2e"].summary(1.0)["count"] == 0
+
+
+def test_each_class_of_work_has_its_own_windows_and_targets_and_all_count_in_the_histograms() -> None:
+    stats = Stats(SloTargets(ttft_p95_seconds=1.0), SloTargets(ttft_p95_seconds=9.0, itl_p95_seconds=None))
+    for background in (False, True, True):
+        times = RequestTimes(0.0, background)
+        stats.record_seated(times, 1.0)
+        stats.record_token(times, 5.0)
+        stats.record_finish(times, 5.0, "stop")
+    assert stats.interactive.windows["ttft"].summary(5.0)["count"] == 1
+    assert stats.background.windows["ttft"].summary(5.0)["count"] == 2
+    assert stats.interactive.attainment(5.0)["ttft"] == 0.0
+    assert stats.background.attainment(5.0) == {"ttft": 1.0, "itl": None, "e2e": None}
+    assert stats.histograms["time_to_first_token_seconds"].cumulative()[-1] == ("+Inf", 3)
+    assert stats.finished["stop"] == 3

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sequence import SamplingParams, Sequence
-from engine.waiting import CACHED_WEIGHT, OUTPUT_WEIGHT, PROMPT_WEIGHT, Fairness, WaitingQueue
+from engine.waiting import CACHED_WEIGHT, OUTPUT_WEIGHT, PROMPT_WEIGHT, Fairness, WaitingQueue, served_by_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,6 +152,17 @@ def test_tokens_cost_what_they_weigh_and_a_prompt_is_charged_once(make: Make) ->
     account = fairness.accounts["a"]
     assert account.counter == account.served == pytest.approx(cost + 4 * OUTPUT_WEIGHT)
     assert (account.num_waiting, account.num_seats) == (0, 0)
+
+
+def test_what_was_served_is_told_by_name_over_all_classes(make: Make) -> None:
+    classes = [WaitingQueue(Fairness()), WaitingQueue(Fairness())]
+    for queue in classes:
+        for key in ("a", ""):
+            sequence = make(key, num_prompt_tokens=10)
+            queue.add(sequence)
+            seat(queue, sequence)
+            sequence.token_ids.append(7)
+    assert served_by_key(*[queue.fairness for queue in classes]) == {"a": 2 * (10 + 2)}
 
 
 def test_an_abort_in_the_queue_costs_nothing(make: Make) -> None:

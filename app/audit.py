@@ -24,7 +24,7 @@ class AuditEntry:
     generation: int
     time: str
     who: str
-    changes: dict[str, tuple[int, int]]
+    changes: dict[str, tuple[Any, Any]]
     reason: str | None = None
     expires: str | None = None
 

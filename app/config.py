@@ -46,12 +46,15 @@ class Key:
     @property
     def flag(self) -> str:
         """Its command line flag."""
-        return "--model" if self.dotted == "model.name" else "--" + self.name.replace("_", "-")
+        if self.dotted == "model.name":
+            return "--model"
+        _, _, below = self.section.partition(".")
+        return "--" + "-".join([below, self.name] if below else [self.name]).replace("_", "-")
 
     @property
     def variable(self) -> str:
         """Its environment variable."""
-        return f"{_PREFIX}{self.section}_{self.name}".upper()
+        return f"{_PREFIX}{self.section}_{self.name}".replace(".", "_").upper()
 
     @property
     def unit(self) -> str:
@@ -122,7 +125,7 @@ def keys() -> Iterator[Key]:
 
 
 def _sections() -> dict[str, type[Section]]:
-    return {name: type(field.default) for name, field in Settings.model_fields.items()}
+    return {name.replace("_", "."): type(field.default) for name, field in Settings.model_fields.items()}
 
 
 def let_threads_sleep() -> None:
@@ -169,11 +172,12 @@ def load_settings(
             if key.section == section and dotted in merged
         }
         try:
-            sections[section] = model.model_validate(values)
+            sections[section.replace(".", "_")] = model.model_validate(values)
         except ValidationError as error:
             raise _explain(error, section, table, merged) from None
     settings = Settings.model_validate(sections)
     _check_capacity(settings)
+    _check_preferred_size(settings)
     return settings
 
 
@@ -185,7 +189,7 @@ def _from_file(path: Path, table: Mapping[str, Key]) -> dict[str, tuple[Any, str
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from None
     found: dict[str, tuple[Any, str]] = {}
-    for section, values in document.items():
+    for section, values in _tables(document, table):
         if section not in _sections():
             known = [f"[{name}]" for name in _sections()]
             raise ConfigError(f"{path}: [{section}] is not a known section{_hint(f'[{section}]', known)}")
@@ -196,6 +200,17 @@ def _from_file(path: Path, table: Mapping[str, Key]) -> dict[str, tuple[Any, str
                 raise ConfigError(f"{path}: [{section}] has no setting {name}{_hint_key(section, name, table)}")
             found[f"{section}.{name}"] = (value, str(path))
     return found
+
+
+def _tables(document: Mapping[str, Any], table: Mapping[str, Key]) -> Iterator[tuple[str, Any]]:
+    """The sections of a document; one within another, such as `[slo.background]`, comes by itself."""
+    for section, values in document.items():
+        within: dict[str, Any] = {}
+        if section in _sections() and isinstance(values, dict):
+            dotted = {name: f"{section}.{name}" for name, value in values.items() if isinstance(value, dict)}
+            within = {name: path for name, path in dotted.items() if path not in table}
+        yield section, {name: value for name, value in values.items() if name not in within} if within else values
+        yield from ((path, values[name]) for name, path in within.items())
 
 
 def _from_environment(environ: Mapping[str, str], table: Mapping[str, Key]) -> dict[str, tuple[Any, str]]:
@@ -236,6 +251,15 @@ def _refusal(key: Key, value: Any, source: str, *, detail: str | None = None) ->
     )
 
 
+def _check_preferred_size(settings: Settings) -> None:
+    preferred, seats = settings.scheduler.dynamic_preferred_size, settings.scheduler.max_num_seqs
+    if preferred is not None and preferred > seats:
+        raise ConfigError(
+            f"[scheduler] dynamic_preferred_size = {preferred} is above max_num_seqs = {seats}; "
+            "a batch cannot be larger than its seats: lower the one or raise the other."
+        )
+
+
 def _check_capacity(settings: Settings) -> None:
     scheduler = settings.scheduler
     for name in ("num_seqs", "num_batched_tokens"):
@@ -251,7 +275,7 @@ def _hint_key(section: str, name: str, table: Mapping[str, Key]) -> str:
     same = [key.name for key in table.values() if key.section == section]
     if get_close_matches(name, same, 1):
         return _hint(name, same)
-    elsewhere = {key.name: f"[{key.section}] {key.name}" for key in table.values()}
+    elsewhere = {key.name: f"[{key.section}] {key.name}" for key in reversed(table.values())}
     nearest = get_close_matches(name, elsewhere, 1)
     return f"; did you mean {elsewhere[nearest[0]]}?" if nearest else f"; it has {', '.join(same)}."
 

@@ -135,10 +135,13 @@ class CacheSection(Section):
 class SchedulerSection(Section):
     """`[scheduler]`."""
 
+    policy: Literal["continuous", "static", "dynamic"] = _setting(
+        "continuous", "", "when newcomers sit down: at any step, or in whole batches, to compare with; live"
+    )
     admission: Literal["on_demand", "reserve", "predicted"] = _setting(
         "on_demand",
         "",
-        "memory a newcomer must find: what it needs now, its longest answer, or an answer of usual length",
+        "memory a newcomer must find: what it needs now, its longest answer, or an answer of usual length; live",
     )
     max_num_seqs: int = _setting(16, "sequences", "seats: how many run at once; live", ge=1, le=4096)
     max_num_batched_tokens: int = _setting(
@@ -151,10 +154,21 @@ class SchedulerSection(Section):
     long_prefill_token_threshold: int | None = _setting(
         None,
         "tokens",
-        "of one prompt in one step, so that it leaves budget to others; none leaves it all",
+        "of one prompt in one step, so that it leaves budget to others; none leaves it all; live",
         absent="none",
         ge=1,
         le=1 << 20,
+    )
+    dynamic_preferred_size: int | None = _setting(
+        None,
+        "sequences",
+        "that make a batch under the dynamic policy; auto is as many as there are seats; live",
+        absent="auto",
+        ge=1,
+        le=4096,
+    )
+    dynamic_max_queue_delay_seconds: float = _setting(
+        0.1, "seconds", "the first waits so long for a batch under the dynamic policy; live", ge=0, le=3600
     )
     capacity_num_seqs: int | None = _setting(
         None, "sequences", "highest live max_num_seqs; auto is four times it", absent="auto", ge=1, le=16384
@@ -233,8 +247,37 @@ class SloSection(Section):
     )
 
 
+class SloBackgroundSection(Section):
+    """`[slo.background]`: what background work is promised."""
+
+    ttft_p95_seconds: float | None = _setting(
+        None,
+        "seconds",
+        "95 % of first tokens of background work; none, because it waits for the interactive",
+        absent="none",
+        gt=0,
+        le=86400,
+    )
+    itl_p95_seconds: float | None = _setting(
+        None,
+        "seconds",
+        "95 % of gaps between tokens of background work; none, because nobody watches it come",
+        absent="none",
+        gt=0,
+        le=86400,
+    )
+    e2e_p95_seconds: float | None = _setting(
+        None,
+        "seconds",
+        "95 % of whole answers of background work; to be set where results are due at some time",
+        absent="none",
+        gt=0,
+        le=86400,
+    )
+
+
 class Settings(Section):
-    """All settings, checked and frozen."""
+    """All settings, checked and frozen. An underscore in a section's name is its dot: `[slo.background]`."""
 
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
@@ -243,6 +286,7 @@ class Settings(Section):
     server: ServerSection = ServerSection()
     security: SecuritySection = SecuritySection()
     slo: SloSection = SloSection()
+    slo_background: SloBackgroundSection = SloBackgroundSection()
 
     def engine_config(self) -> EngineConfig:
         """What the engine is told at start-up."""
@@ -256,7 +300,10 @@ class Settings(Section):
             block_size=self.cache.block_size,
             cache_memory_bytes=self.cache.memory,
             enable_prefix_caching=self.cache.enable_prefix_caching,
+            policy=scheduler.policy,
             admission=scheduler.admission,
+            dynamic_preferred_size=scheduler.dynamic_preferred_size or 0,
+            dynamic_max_queue_delay_seconds=scheduler.dynamic_max_queue_delay_seconds,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             long_prefill_token_threshold=scheduler.long_prefill_token_threshold or 0,
@@ -267,6 +314,7 @@ class Settings(Section):
             max_waiting_tokens=scheduler.max_waiting_tokens,
             slow_client_seconds=self.server.slow_client_seconds,
             slo=SloTargets(**self.slo.model_dump()),
+            slo_background=SloTargets(**self.slo_background.model_dump()),
         )
 
     def check_exposure(self, *, insecure: bool = False) -> None:

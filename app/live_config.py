@@ -11,6 +11,9 @@ import trio
 
 from app.api.errors import ApiError
 from app.audit import AuditEntry, AuditLog, timestamp
+from engine.batching import POLICIES
+from engine.config import live_range
+from engine.policy import ADMISSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +21,17 @@ if TYPE_CHECKING:
     from engine.config import Limits
     from engine.engine import Engine
 
-KEYS: Final = ("max_num_seqs", "max_num_batched_tokens")
+    Value = int | float | str
+
+CHOICES: Final[dict[str, tuple[str, ...]]] = {"policy": POLICIES, "admission": ADMISSIONS}
+KEYS: Final = (
+    *CHOICES,
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "long_prefill_token_threshold",
+    "dynamic_preferred_size",
+    "dynamic_max_queue_delay_seconds",
+)
 MAX_REASON_LENGTH: Final = 500
 MAX_TTL_SECONDS: Final = 7 * 86_400.0
 # A step boundary comes after milliseconds. When none comes for so long, the engine hangs.
@@ -37,7 +50,7 @@ class OutOfRangeError(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    values: dict[str, int]
+    values: dict[str, Value]
     reason: str | None
     ttl_seconds: float | None
 
@@ -48,7 +61,7 @@ class _Revert:
 
     at: float
     time: str
-    value: int
+    value: Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +90,17 @@ class LiveConfig:
 
     def view(self) -> dict[str, Any]:
         """The object of `GET /admin/config`; `reverts` tells which values end by themselves, and when."""
-        limits = self._engine.limits
-        over = self._engine.num_running - limits.max_num_seqs
+        engine, limits = self._engine, self._engine.limits
+        pending = {"max_num_seqs": max(0, engine.num_running - limits.max_num_seqs)}
+        if engine.is_switching:
+            pending["policy"] = engine.num_running
         return {
             "generation": limits.generation,
             "effective": _values(limits),
-            "capacity": _values(self._engine.capacity),
-            "pending_drain": {"max_num_seqs": over} if over > 0 else {},
+            "capacity": {name: getattr(engine.capacity, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
+            "choices": CHOICES,
+            "ranges": {name: list(live_range(name, engine.capacity)) for name in KEYS if name not in CHOICES},
+            "pending_drain": {name: number for name, number in pending.items() if number},
             "reverts": {name: {"to": revert.value, "at": revert.time} for name, revert in self._reverts.items()},
         }
 
@@ -94,7 +111,7 @@ class LiveConfig:
             OutOfRangeError: a key is unknown or a value cannot be taken.
             ApiError: 503, the engine does not come to a step boundary.
         """
-        order = _Order(parse_change(body, self._engine.capacity), who, trio.Event())
+        order = _Order(parse_change(body, self._engine.limits, self._engine.capacity), who, trio.Event())
         try:
             self._send.send_nowait(order)
         except trio.WouldBlock:
@@ -133,7 +150,7 @@ class LiveConfig:
             generation = self._engine.limits.generation
             self._audit.add(AuditEntry(generation, now, who, changed, change.reason, expires))
 
-    def _schedule_reverts(self, change: _Change, before: Mapping[str, int]) -> str | None:
+    def _schedule_reverts(self, change: _Change, before: Mapping[str, Value]) -> str | None:
         """Replace what was planned for the changed keys.
 
         Returns:
@@ -149,31 +166,42 @@ class LiveConfig:
         return expires
 
 
-def parse_change(body: Mapping[str, Any], capacity: Limits) -> _Change:
-    """Check a body without changing anything; `null` means absent.
+def parse_change(body: Mapping[str, Any], limits: Limits, capacity: Limits) -> _Change:
+    """Check a body against what holds now, without changing anything; `null` means absent.
 
     Raises:
         OutOfRangeError: naming the key and what it takes.
     """
-    values: dict[str, int] = {}
+    values: dict[str, Value] = {}
     reason, ttl_seconds = None, None
     for name, value in body.items():
         if name in KEYS:
             if value is not None:
-                values[name] = _check_value(name, value, getattr(capacity, name))
+                values[name] = _check_value(name, value, capacity)
         elif name == "reason":
             reason = _check_reason(value)
         elif name == "ttl_seconds":
             ttl_seconds = _check_ttl(value)
         else:
             raise OutOfRangeError(name, f"is no live setting; there are {', '.join(KEYS)}, reason and ttl_seconds.")
+    seats, preferred = values.get("max_num_seqs", limits.max_num_seqs), values.get("dynamic_preferred_size", 0)
+    if int(preferred) > int(seats):
+        message = f"must not be above the seats, which are {seats}; 0 is as many as there are."
+        raise OutOfRangeError("dynamic_preferred_size", message, (0, int(seats)))
     return _Change(values, reason, ttl_seconds)
 
 
-def _check_value(name: str, value: object, capacity: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= capacity:
-        raise OutOfRangeError(name, f"must be a whole number from 1 to {capacity}.", (1, capacity))
-    return value
+def _check_value(name: str, value: object, capacity: Limits) -> Value:
+    if name in CHOICES:
+        if not isinstance(value, str) or value not in CHOICES[name]:
+            raise OutOfRangeError(name, f"must be one of {', '.join(CHOICES[name])}.")
+        return value
+    least, most = live_range(name, capacity)
+    kinds, words = ((int, float), "number") if name.endswith("_seconds") else ((int,), "whole number")
+    # `isinstance` alone would take true and false, which count as whole numbers.
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        raise OutOfRangeError(name, f"must be a {words} from {least} to {most:g}.", (least, most))
+    return float(value) if name.endswith("_seconds") else value
 
 
 def _check_reason(value: object) -> str | None:
@@ -191,5 +219,5 @@ def _check_ttl(value: object) -> float | None:
     return float(value)
 
 
-def _values(limits: Limits) -> dict[str, int]:
+def _values(limits: Limits) -> dict[str, Value]:
     return {name: getattr(limits, name) for name in KEYS}

@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 
 STREAM_HEADERS: Final = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
 EFFECTS: Final = {
+    "policy": "Continuous: whoever comes takes the first free seat. Static, dynamic: whole batches, to compare with. "
+    "A change waits until those who run have ended.",
+    "admission": "What a newcomer must find free. On demand: what it needs now. Reserve: its longest answer; nobody is "
+    "ever preempted. Predicted: an answer of usual length.",
     "max_num_seqs": "More: more requests at once, each a little slower. Fewer: each is faster, others wait longer.",
     "max_num_batched_tokens": "Lower: steadier tokens for those being answered. Higher: sooner first tokens.",
+    "long_prefill_token_threshold": "Of one prompt in one step; 0 is no limit of its own.",
+    "dynamic_preferred_size": "Requests that make a batch; 0 is as many as there are seats.",
+    "dynamic_max_queue_delay_seconds": "The first waits so long for the others, in seconds.",
 }
+RARE: Final = ("long_prefill_token_threshold", "dynamic_preferred_size", "dynamic_max_queue_delay_seconds")
 
 
 def pages_blueprint(context: Context) -> Blueprint:
@@ -87,29 +95,38 @@ async def set_cache_control(response: Response) -> Response:
 
 def admin_variables(config: Mapping[str, Any], entries: Sequence[AuditEntry]) -> dict[str, Any]:
     """What the tuning page shows of the live settings (`GET /admin/config`) and their history, oldest entry first."""
-    effective, capacity = config["effective"], config["capacity"]
+    effective = config["effective"]
     return {
         "generation": config["generation"],
         "draining": config["pending_drain"].get("max_num_seqs", 0),
+        "switching": config["pending_drain"].get("policy", 0),
         "reverts": [
             {"title": words.word(words.SETTINGS, key), "to": revert["to"], "at": _clock(revert["at"])}
             for key, revert in config["reverts"].items()
         ],
-        "fields": [
-            {
-                "key": key,
-                "title": words.word(words.SETTINGS, key),
-                "value": effective[key],
-                "capacity": capacity[key],
-                "effect": EFFECTS.get(key, ""),
-            }
-            for key in effective
-        ],
+        "fields": [_field(key, effective[key], config) for key in effective],
         "history": list_history(effective, config["generation"], entries),
     }
 
 
-def list_history(effective: Mapping[str, int], generation: int, entries: Sequence[AuditEntry]) -> list[dict[str, Any]]:
+def _field(key: str, value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows of a live setting: `choices` where it is a word, else the range of a number."""
+    choices = config["choices"].get(key, ())
+    least, most = (0, 0) if choices else config["ranges"][key]
+    return {
+        "key": key,
+        "title": words.word(words.SETTINGS, key),
+        "value": value,
+        "choices": [(choice, words.word({}, choice)) for choice in choices],
+        "least": least,
+        "most": int(most),
+        "step": "0.01" if key.endswith("_seconds") else "1",
+        "effect": EFFECTS.get(key, ""),
+        "rare": key in RARE,
+    }
+
+
+def list_history(effective: Mapping[str, Any], generation: int, entries: Sequence[AuditEntry]) -> list[dict[str, Any]]:
     """The generations, newest first, each with the values that held then: worked out backwards from what holds now."""
     values = dict(effective)
     rows: list[dict[str, Any]] = []

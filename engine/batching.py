@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     Size = Callable[["Moment"], tuple[int, float | None]]
 
 
+POLICIES = ("continuous", "static", "dynamic")
+
+
 class Moment(NamedTuple):
     """What a policy decides by; `now` is in seconds on the engine's clock."""
 

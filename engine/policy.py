@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from engine.sequence import Sequence
 
+ADMISSIONS = ("on_demand", "reserve", "predicted")
 NUM_OBSERVED = 512
 QUANTILE = 0.8
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.sequence import Sequence
     from engine.stats import ClassStats, Histogram, Stats
 
-WAIT_REASONS = ("seats", "token_budget", "kv_memory")
+WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "draining")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PHASES = ("door", "queued", "prefill", "decode")
 REJECTION_REASONS = ("context_length_exceeded", "queue_full", "draining", "invalid")
@@ -89,6 +89,11 @@ class Report:
             },
             "preemptions": scheduler.counters.num_preemptions,
             "recomputed_tokens": scheduler.counters.num_recomputed_tokens,
+            "padding": {"rows": scheduler.counters.num_padding_rows, "tokens": scheduler.counters.num_padding_tokens},
+            "kv_waste": {
+                "set_aside_slots": scheduler.counters.num_set_aside_slots,
+                "unwritten_slots": scheduler.counters.num_unwritten_slots,
+            },
             "dropped_results": scheduler.counters.num_dropped_results,
             "useful_row_share": scheduler.counters.num_useful_rows / scheduler.counters.num_rows
             if scheduler.counters.num_rows
@@ -100,12 +105,7 @@ class Report:
             "tokens": {"prompt": stats.num_prompt_tokens, "output": stats.num_output_tokens},
             **_experience(stats.interactive, now),
             "background": _experience(stats.background, now),
-            "config": {
-                "max_num_seqs": limits.max_num_seqs,
-                "max_num_batched_tokens": limits.max_num_batched_tokens,
-                "generation": limits.generation,
-                "admission": self._config.admission,
-            },
+            "config": asdict(limits),
             "table": self._scheduling.log.table(limits),
         }
 

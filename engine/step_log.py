@@ -31,8 +31,9 @@ class StepRecord:
     time: float
 
     def as_json(self) -> dict[str, Any]:
-        """`rows`: `[seat, request_id, "prefill" | "decode" | "idle", tokens]`."""
+        """`rows`: `[seat, request_id, "prefill" | "decode" | "idle" | "padding", tokens]`, a seat once or never."""
         batch = self.batch
+        padded = {pad.seat: pad for pad in batch.padding if pad.seat not in batch.seats}
         return {
             "step": batch.step,
             "time": round(self.time, 4),
@@ -44,7 +45,8 @@ class StepRecord:
                     batch.seats, self.request_ids, batch.decodes, batch.counts, strict=True
                 )
             ]
-            + [[seat, request_id, "idle", 0] for seat, request_id in self.idle],
+            + [[seat, request_id, "idle", 0] for seat, request_id in self.idle if seat not in padded]
+            + [[seat, pad.request_id, "padding", pad.count] for seat, pad in padded.items()],
             "preempted": list(self.preempted),
         }
 

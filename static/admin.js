@@ -4,7 +4,7 @@
   const form = document.getElementById("tuning");
   const controls = document.getElementById("controls");
   const outcome = document.getElementById("outcome");
-  const numbers = [...form.querySelectorAll("input[type=number]")];
+  const inputs = [...form.querySelectorAll("[data-effective]")];
   const ranges = new Map([...form.querySelectorAll("input[type=range]")].map((range) => [range.dataset.for, range]));
   let seen = generation();
   controls.disabled = false;
@@ -18,12 +18,17 @@
     for (const button of document.querySelectorAll(".revert")) button.disabled = false;
   }
 
+  function set(input, value) {
+    input.value = value;
+    const range = ranges.get(input.name);
+    if (range) range.value = value;
+  }
+
   // Takes over what holds on the server, but leaves alone what somebody has begun to change here.
   function follow(force) {
-    for (const input of numbers) {
-      const cell = document.querySelector(`#live [data-value="${input.name}"]`);
-      const value = cell.textContent.replaceAll(",", "");
-      if (force || input.value === input.dataset.effective) { input.value = value; ranges.get(input.name).value = value; }
+    for (const input of inputs) {
+      const value = document.querySelector(`#live [data-value="${input.name}"]`).dataset.raw;
+      if (force || input.value === input.dataset.effective) set(input, value);
       input.dataset.effective = value;
     }
   }
@@ -36,7 +41,10 @@
       if (field) field.toggleAttribute("aria-invalid", name in errors);
     }
     const first = Object.keys(errors).find((name) => form.elements[name]);
-    if (first) form.elements[first].focus();
+    if (first) {
+      form.elements[first].closest("details")?.setAttribute("open", "");
+      form.elements[first].focus();
+    }
   }
 
   async function send(body) {
@@ -62,12 +70,13 @@
       }
       return fail(message);
     }
-    const drain = Object.values(result.pending_drain || {})[0];
+    const { max_num_seqs: over, policy: running } = result.pending_drain || {};
     outcome.classList.add("good");
-    outcome.textContent = `Generation ${result.generation} holds.` + (drain ? ` ${drain} above the limit will finish first.` : "");
-    for (const input of numbers) {
-      input.value = input.dataset.effective = result.effective[input.name];
-      ranges.get(input.name).value = input.value;
+    outcome.textContent = `Generation ${result.generation} holds.` + (over ? ` ${over} above the limit will finish first.` : "")
+      + (running ? ` The change of policy waits for the ${running} who run.` : "");
+    for (const input of inputs) {
+      input.dataset.effective = result.effective[input.name];
+      set(input, result.effective[input.name]);
     }
     document.getElementById("reason").value = "";
     htmx.trigger(document.body, "config-changed");
@@ -82,10 +91,11 @@
     event.preventDefault();
     const body = {};
     const errors = {};
-    for (const input of numbers) {
+    for (const input of inputs) {
       if (input.value === input.dataset.effective) continue;
+      if (input.type !== "number") body[input.name] = input.value;
       // What is no number at all cannot be sent as one; ranges are the server's to judge.
-      if (input.value.trim() === "" || Number.isNaN(Number(input.value))) errors[input.name] = `A whole number from 1 to ${input.max}.`;
+      else if (input.value.trim() === "" || Number.isNaN(Number(input.value))) errors[input.name] = `A whole number from ${input.min} to ${input.max}.`;
       else body[input.name] = Number(input.value);
     }
     if (Object.keys(errors).length) return showErrors(errors);

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +59,8 @@ class FakeEngine:
     running: list[FakeRequest] = field(default_factory=list)
     finished: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
+    policies: dict[str, Any] = field(default_factory=dict)
+    is_switching: bool = False
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -73,7 +75,7 @@ class FakeEngine:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.seats, self.budget, self.generation)
+        return Limits(self.seats, self.budget, self.generation, **self.policies)
 
     @property
     def num_running(self) -> int:
@@ -83,9 +85,10 @@ class FakeEngine:
     def num_waiting(self) -> int:
         return len(self.waiting)
 
-    async def set_limits(self, changes: dict[str, int]) -> Limits:
-        self.seats = changes.get("max_num_seqs", self.seats)
-        self.budget = changes.get("max_num_batched_tokens", self.budget)
+    async def set_limits(self, changes: dict[str, Any]) -> Limits:
+        self.policies |= changes
+        self.seats = self.policies.pop("max_num_seqs", self.seats)
+        self.budget = self.policies.pop("max_num_batched_tokens", self.budget)
         self.generation += 1
         return self.limits
 
@@ -224,9 +227,7 @@ class FakeEngine:
                 "attainment": {"ttft_p95_seconds": 0.981, "itl_p95_seconds": 0.994, "e2e_p95_seconds": None},
                 "goodput_requests_per_second": 1.02,
             },
-            "config": {
-                "max_num_seqs": self.seats, "max_num_batched_tokens": self.budget, "generation": self.generation,
-            },
+            "config": asdict(self.limits),
             "table": {"seats": self.seats, "budget": self.budget, "steps": list(self.steps)},
         }  # fmt: skip
 

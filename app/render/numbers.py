@@ -42,6 +42,13 @@ def count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
 
 
+def setting(value: str | float) -> str:
+    """A setting's value: words as people write them, integers with their thousands apart."""
+    if isinstance(value, str):
+        return value.replace("_", " ")
+    return count(value) if isinstance(value, int) else f"{value:g}"
+
+
 def percent(share: float | None) -> Figure:
     """A share from 0 to 1; never rounds up to 100 or down to 0."""
     if share is None:

@@ -49,6 +49,7 @@ class TablePicture:
         seats: rows drawn.
         budget: tokens a step may compute.
         first_step, last_step: the steps shown, 0 where there are none.
+        has_padding: whether something was computed for nothing.
     """
 
     labels: Markup
@@ -57,10 +58,16 @@ class TablePicture:
     budget: int
     first_step: int
     last_step: int
+    has_padding: bool = False
 
 
-def draw_table(table: Mapping[str, Any], palette: Palette, *, seats: int) -> TablePicture:
-    """Draw the newest steps, the last one at the right edge; `seats` is the limit that holds now."""
+def draw_table(table: Mapping[str, Any], palette: Palette, *, seats: int, label: str = "") -> TablePicture:
+    """Draw the newest steps, the last one at the right edge.
+
+    Args:
+        seats: the limit that holds now.
+        label: what the picture shows, for those who do not see it; without one the last step is described.
+    """
     steps: Sequence[Mapping[str, Any]] = table["steps"][-NUM_STEPS:]
     # After a lowered limit those who sat beyond it are shown until their steps have moved out of sight.
     seats = max([seats, *(row[0] + 1 for step in steps for row in step["rows"])])
@@ -69,20 +76,21 @@ def draw_table(table: Mapping[str, Any], palette: Palette, *, seats: int) -> Tab
     gap = 1.5 if pitch >= 8 else 0.5
     height = round(seats * pitch)
     body = [rect("seat", "0", seat * pitch, "100%", pitch - gap) for seat in range(seats)]
-    for run in _runs(steps, offset):
+    runs = _runs(steps, offset)
+    for run in runs:
         body += _draw_run(run, pitch, gap, palette, steps[run.first - offset]["step"])
     body += _preemptions(steps, offset, pitch)
     body += _changes(steps, offset, height + STRIP_GAP + STRIP_HEIGHT)
     body.append(_strip(steps, offset, table["budget"], height + STRIP_GAP))
     total = height + STRIP_GAP + STRIP_HEIGHT
-    label = _describe(steps, seats)
     return TablePicture(
         labels=_labels(seats, pitch, total),
-        plot=svg("steps", body, height=total, label=label),
+        plot=svg("steps", body, height=total, label=label or _describe(steps, seats)),
         seats=seats,
         budget=table["budget"],
         first_step=steps[0]["step"] if steps else 0,
         last_step=steps[-1]["step"] if steps else 0,
+        has_padding=any(run.phase == "padding" for run in runs),
     )
 
 
@@ -116,6 +124,8 @@ def _draw_run(run: _Run, pitch: float, gap: float, palette: Palette, step: int) 
     title = f"{run.request_id} · seat {run.seat + 1} · {run.phase} · steps {step} to {last} · {run.tokens} tokens"
     if run.phase == "idle":
         return [rect("held", x, y + height / 2 - 0.75, width, 1.5, title)]
+    if run.phase == "padding":
+        return [rect(f"{palette.css(run.request_id)} wasted", x, y, width, height, title)]
     shapes = [rect(palette.css(run.request_id), x, y, width, height, title)]
     if run.phase == "prefill":
         shapes.append(rect("hatch", x, y, width, height))
@@ -155,15 +165,16 @@ def _setting(step: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _strip(steps: Sequence[Mapping[str, Any]], offset: int, budget: int, y: int) -> str:
-    """Tokens a step: decode below, prefill on top of it, the budget as a dashed line."""
+    """Tokens a step: decode below, prefill on top of it, then padding, the budget as a dashed line."""
     rows = [_tokens(step) for step in steps]
     budgets = [step.get("budget", budget) for step in steps] or [budget]
-    top = max(1, *budgets, *(decode + prefill for decode, prefill in rows)) if rows else max(1, budget)
+    top = max(1, *budgets, *(sum(row) for row in rows)) if rows else max(1, budget)
     scale = (STRIP_HEIGHT - 4) / top
     decode_path: list[str] = []
     prefill_path: list[str] = []
+    padding_path: list[str] = []
     limit_path: list[str] = []
-    for column, ((decode, prefill), limit) in enumerate(zip(rows, budgets, strict=False), offset):
+    for column, ((decode, prefill, padding), limit) in enumerate(zip(rows, budgets, strict=False), offset):
         # One token in a budget of thousands is still a line that can be seen.
         low = max(decode * scale, 1.5) if decode else 0.0
         high = low + prefill * scale
@@ -173,20 +184,26 @@ def _strip(steps: Sequence[Mapping[str, Any]], offset: int, budget: int, y: int)
         if prefill:
             decode_top = number(STRIP_HEIGHT - low)
             prefill_path.append(f"M{left} {decode_top}V{number(STRIP_HEIGHT - high)}H{right}V{decode_top}Z")
+        if padding:
+            prefill_top, padding_top = number(STRIP_HEIGHT - high), number(STRIP_HEIGHT - high - padding * scale)
+            padding_path.append(f"M{left} {prefill_top}V{padding_top}H{right}V{prefill_top}Z")
         limit_path.append(f"{'L' if limit_path else 'M'}{column} {number(STRIP_HEIGHT - limit * scale)}H{column + 1}")
     base = f'<path class="grid" d="M0 {STRIP_HEIGHT - 0.5}H{NUM_STEPS}"/>'
     limits = "".join(limit_path) or f"M0 4H{NUM_STEPS}"
     return (
         f'<svg y="{y}" width="100%" height="{STRIP_HEIGHT}" viewBox="0 0 {NUM_STEPS} {STRIP_HEIGHT}" '
         f'preserveAspectRatio="none">{base}<path class="tokens-prefill" d="{"".join(prefill_path)}"/>'
+        f'<path class="tokens-padding" d="{"".join(padding_path)}"/>'
         f'<path class="tokens-decode" d="{"".join(decode_path)}"/><path class="limit" d="{limits}"/></svg>'
     )
 
 
-def _tokens(step: Mapping[str, Any]) -> tuple[int, int]:
-    decode = sum(row[3] for row in step["rows"] if row[2] == "decode")
-    prefill = sum(row[3] for row in step["rows"] if row[2] == "prefill")
-    return decode, prefill
+def _tokens(step: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Tokens of a step: decode, prefill, padding."""
+    tokens = {"decode": 0, "prefill": 0, "padding": 0, "idle": 0}
+    for row in step["rows"]:
+        tokens[row[2]] += row[3]
+    return tokens["decode"], tokens["prefill"], tokens["padding"]
 
 
 def _labels(seats: int, pitch: float, height: int) -> Markup:
@@ -199,5 +216,5 @@ def _labels(seats: int, pitch: float, height: int) -> Markup:
 def _describe(steps: Sequence[Mapping[str, Any]], seats: int) -> str:
     if not steps:
         return f"The table: {seats} seats, no step yet."
-    taken = [row for row in steps[-1]["rows"] if row[2] != "idle"]
+    taken = [row for row in steps[-1]["rows"] if row[2] in ("prefill", "decode")]
     return f"The table: {seats} seats, the last {len(steps)} steps. In the last step {len(taken)} seats computed."

@@ -26,6 +26,7 @@ def make_environment() -> Environment:
     )
     environment.globals["asset"] = asset
     environment.filters["count"] = numbers.count
+    environment.filters["setting"] = numbers.setting
     environment.filters["plural"] = numbers.plural
     return environment
 

@@ -11,6 +11,8 @@ WAITING = {
     "seats": "no free seat",
     "kv_memory": "no free KV memory",
     "token_budget": "token budget used up",
+    "policy": "next batch",
+    "draining": "policy is being changed",
 }
 FINISHED = {"stop": "came to an end", "length": "longest answer", "abort": "aborted", "error": "failed"}
 REJECTED = {
@@ -19,7 +21,15 @@ REJECTED = {
     "draining": "shutting down",
     "invalid": "not valid, at the engine",
 }
-SETTINGS = {"max_num_seqs": "Seats", "max_num_batched_tokens": "Token budget"}
+SETTINGS = {
+    "policy": "Batching",
+    "admission": "KV memory",
+    "max_num_seqs": "Seats",
+    "max_num_batched_tokens": "Token budget",
+    "long_prefill_token_threshold": "Chunk limit",
+    "dynamic_preferred_size": "Dynamic batch size",
+    "dynamic_max_queue_delay_seconds": "Dynamic batch delay",
+}
 
 
 def word(names: Mapping[str, str], key: str) -> str:

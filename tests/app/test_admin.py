@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 CAPACITY = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
+AT_START = {
+    "policy": "continuous",
+    "admission": "on_demand",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "long_prefill_token_threshold": 0,
+    "dynamic_preferred_size": 0,
+    "dynamic_max_queue_delay_seconds": 0.1,
+}
 
 
 async def test_the_answer_and_the_history() -> None:
@@ -29,8 +38,19 @@ async def test_the_answer_and_the_history() -> None:
         at_start = (await server.client.get("/admin/config")).json()
         assert at_start == {
             "generation": 0,
-            "effective": {"max_num_seqs": 4, "max_num_batched_tokens": 64},
+            "effective": AT_START,
             "capacity": CAPACITY,
+            "choices": {
+                "policy": ["continuous", "static", "dynamic"],
+                "admission": ["on_demand", "reserve", "predicted"],
+            },
+            "ranges": {
+                "max_num_seqs": [1, 16],
+                "max_num_batched_tokens": [1, 256],
+                "long_prefill_token_threshold": [0, 256],
+                "dynamic_preferred_size": [0, 16],
+                "dynamic_max_queue_delay_seconds": [0, 3600.0],
+            },
             "pending_drain": {},
             "reverts": {},
         }
@@ -39,7 +59,7 @@ async def test_the_answer_and_the_history() -> None:
         changed = await server.client.patch("/admin/config", json=body)
         assert changed.status_code == 200
         assert changed.json()["generation"] == 1
-        assert changed.json()["effective"] == {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+        assert changed.json()["effective"] == AT_START | {"max_num_seqs": 8, "max_num_batched_tokens": 128}
         assert (await server.client.get("/admin/config")).json() == changed.json()
         assert (await server.stats())["config"]["generation"] == 1
         entry = (await server.client.get("/admin/audit")).json()[-1]
@@ -70,6 +90,17 @@ async def test_the_answer_and_the_history() -> None:
         ({"max_num_seqs": 8, "ttl_seconds": 1e12}, "ttl_seconds"),
         ({"max_num_seqs": 8, "ttl_seconds": "long"}, "ttl_seconds"),
         ({"max_num_seqs": 8, "ttl_seconds": True}, "ttl_seconds"),
+        ({"policy": "magic"}, "policy"),
+        ({"policy": "static_dropped"}, "policy"),
+        ({"policy": ["static"]}, "policy"),
+        ({"max_num_seqs": 8, "admission": 1}, "admission"),
+        ({"dynamic_preferred_size": 5}, "dynamic_preferred_size"),
+        ({"dynamic_preferred_size": -1}, "dynamic_preferred_size"),
+        ({"max_num_seqs": 2, "dynamic_preferred_size": 3}, "dynamic_preferred_size"),
+        ({"dynamic_max_queue_delay_seconds": -0.1}, "dynamic_max_queue_delay_seconds"),
+        ({"dynamic_max_queue_delay_seconds": "soon"}, "dynamic_max_queue_delay_seconds"),
+        ({"dynamic_max_queue_delay_seconds": True}, "dynamic_max_queue_delay_seconds"),
+        ({"long_prefill_token_threshold": 257}, "long_prefill_token_threshold"),
         ({"max_num_seqs": 8, "reason": 5}, "reason"),
         ({"max_num_seqs": 8, "reason": "x" * 501}, "reason"),
     ],
@@ -129,6 +160,28 @@ async def test_lowering_the_seats_under_16_streams_cuts_nobody() -> None:
             assert raised["pending_drain"] == {}
         assert sorted(finished) == list(range(20))
         await server.settle()
+
+
+async def test_a_policy_is_switched_after_those_who_run() -> None:
+    async with open_server(limits={"max_num_seqs": 1}, step_seconds=0.02) as server, trio.open_nursery() as nursery:
+
+        async def complete(prompt: str, max_tokens: int) -> None:
+            answer = await server.client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": max_tokens})
+            assert answer.json()["usage"]["completion_tokens"] == max_tokens
+
+        nursery.start_soon(complete, "first", 30)
+        while not server.engine.num_running:
+            await trio.sleep(0.001)
+        nursery.start_soon(complete, "second", 2)
+        answer = await server.client.patch("/admin/config", json={"policy": "static", "admission": "reserve"})
+        assert answer.json()["effective"] == AT_START | {"max_num_seqs": 1, "policy": "static", "admission": "reserve"}
+        assert answer.json()["pending_drain"] == {"policy": 1}
+        while not server.engine.num_waiting:
+            await trio.sleep(0.001)
+        assert (await server.stats())["requests"]["waiting_by_reason"] == {"draining": 1}
+        await server.settle()
+        assert (await server.client.get("/admin/config")).json()["pending_drain"] == {}
+        assert (await server.stats())["config"]["policy"] == "static"
 
 
 async def test_the_hand_over_is_told_over_http() -> None:
@@ -215,7 +268,7 @@ async def test_a_lasting_change_ends_the_waiting_revert(autojump_clock: trio.tes
         await live.apply({"max_num_seqs": 8, "max_num_batched_tokens": 128, "ttl_seconds": 100}, who="me")
         await live.apply({"max_num_seqs": 6}, who="me")
         await trio.sleep(200)
-        assert live.view()["effective"] == {"max_num_seqs": 6, "max_num_batched_tokens": 64}
+        assert live.view()["effective"] == AT_START | {"max_num_seqs": 6}
         assert len(audit.entries) == 3
 
 
@@ -299,7 +352,7 @@ async def test_null_is_absent_and_no_change_is_no_entry() -> None:
         await live.apply({"max_num_seqs": 4}, who="me")
         assert audit.entries == ()
         with pytest.raises(OutOfRangeError):
-            await live.apply({"policy": "static"}, who="me")
+            await live.apply({"block_size": 8}, who="me")
 
 
 async def test_changes_at_the_same_moment_follow_each_other() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from app.config import Key, Settings, keys, load_settings
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SloTargets
 from engine.errors import ConfigError
 
 CONFIG = Path(__file__).resolve().parents[2] / "config.toml"
@@ -86,6 +86,38 @@ def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
 
 def test_key_in_the_wrong_section_names_the_right_one(tmp_path: Path) -> None:
     assert "[server] port" in refused(path=written(tmp_path, "[model]\nport = 80\n"))
+
+
+def test_a_section_within_another(tmp_path: Path) -> None:
+    text = "[slo]\nttft_p95_seconds = 1\n[slo.background]\nttft_p95_seconds = 60\ne2e_p95_seconds = 3600\n"
+    settings = load_settings(
+        path=written(tmp_path, text),
+        environ={"RELEVO_SLO_BACKGROUND_ITL_P95_SECONDS": "5"},
+        flags={"slo.background.e2e_p95_seconds": "7200"},
+    )
+    config = settings.engine_config()
+    assert config.slo == SloTargets(1.0, 0.25, None)
+    assert config.slo_background == SloTargets(60.0, 5.0, 7200.0)
+    key = next(key for key in keys() if key.dotted == "slo.background.ttft_p95_seconds")
+    assert (key.flag, key.variable) == ("--background-ttft-p95-seconds", "RELEVO_SLO_BACKGROUND_TTFT_P95_SECONDS")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[slo.backgroud]\nttft_p95_seconds = 1",
+            "[slo.backgroud] is not a known section; did you mean [slo.background]?",
+        ),
+        ("[slo.background]\nttft_p95 = 1", "[slo.background] has no setting ttft_p95; did you mean ttft_p95_seconds?"),
+        ("[slo.background]\nitl_p95_seconds = -1", "[slo.background] itl_p95_seconds = -1"),
+        ("[slo]\nbackground = 5", "[slo] has no setting background"),
+        ("[cache.memory]\nsize = 5", "[cache] memory"),
+        ("[model]\nttft_p95_seconds = 5", "did you mean [slo] ttft_p95_seconds?"),
+    ],
+)
+def test_faults_in_a_section_within_another(tmp_path: Path, text: str, words: str) -> None:
+    assert words in refused(path=written(tmp_path, text))
 
 
 def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
@@ -204,13 +236,14 @@ def test_beyond_loopback_wants_keys_and_token_or_consent(host: str) -> None:
 def test_the_shipped_file_equals_the_defaults() -> None:
     assert load_settings(path=CONFIG) == Settings()
     document = tomllib.loads(CONFIG.read_text(encoding="utf-8"))
+    document["slo.background"] = document["slo"].pop("background")
     shipped = {f"{section}.{name}": value for section, values in document.items() for name, value in values.items()}
     assert shipped == {key.dotted: key.default for key in keys()}
 
 
 @pytest.mark.parametrize("key", list(keys()), ids=lambda key: key.dotted)
 def test_every_key_has_a_unit_and_a_reason_in_the_shipped_file(key: Key) -> None:
-    text = CONFIG.read_text(encoding="utf-8")
+    text = CONFIG.read_text(encoding="utf-8").partition(f"[{key.section}]\n")[2]
     comment = re.search(rf"^# (.+)\n{key.name} = ", text, re.MULTILINE)
     assert comment is not None
     assert key.reason in comment[1]
@@ -221,3 +254,24 @@ def test_flags_and_variables_are_unique() -> None:
     flags, variables = [key.flag for key in keys()], [key.variable for key in keys()]
     assert len(set(flags)) == len(flags)
     assert len(set(variables)) == len(variables)
+
+
+def test_a_batch_larger_than_its_seats_is_refused() -> None:
+    message = refused(flags={"scheduler.dynamic_preferred_size": "17"})
+    assert "dynamic_preferred_size = 17 is above max_num_seqs = 16" in message
+    settings = load_settings(flags={"scheduler.dynamic_preferred_size": "16", "scheduler.policy": "dynamic"})
+    assert settings.engine_config().limits.dynamic_preferred_size == 16
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("policy", "magic", "continuous, static, dynamic"),
+        ("policy", "static_dropped", "continuous, static, dynamic"),
+        ("admission", "magic", "on_demand, reserve, predicted"),
+        ("dynamic_max_queue_delay_seconds", "-1", "0 to 3600"),
+        ("dynamic_preferred_size", "0", "1 to 4096"),
+    ],
+)
+def test_policies_that_cannot_be_name_what_can(key: str, value: str, words: str) -> None:
+    assert words in refused(flags={f"scheduler.{key}": value})

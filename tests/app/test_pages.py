@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,7 +45,8 @@ async def test_pages_are_whole_without_javascript() -> None:
         ):
             assert words in ops
         admin = await fetch(server, "/admin")
-        assert 'max="16" value="4"' in admin
+        assert re.search(r'id="max_num_seqs"[^>]* max="16" step="1" value="4"', admin)
+        assert re.search(r'<option value="continuous" selected>', admin)
         assert "at the start" in admin
 
 
@@ -81,8 +83,7 @@ async def test_the_json_twin_is_the_snapshot() -> None:
         answer = await server.client.get("/ops/stats.json")
         assert answer.headers["cache-control"] == "no-store"
         stats = answer.json()
-        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "generation": 0}
-        assert stats["config"] == {**limits, "admission": "on_demand"}
+        assert stats["config"] == asdict(server.engine.limits)
         assert set(server.engine.snapshot()) <= set(stats)
         assert "loop_lag_seconds" in stats
 
@@ -187,13 +188,14 @@ def test_a_pending_drain_and_an_end_are_told() -> None:
     config: dict[str, Any] = {
         "generation": 1,
         "effective": {"max_num_seqs": 4},
-        "capacity": {"max_num_seqs": 16},
-        "pending_drain": {"max_num_seqs": 12},
+        "choices": {},
+        "ranges": {"max_num_seqs": [1, 16]},
+        "pending_drain": {"max_num_seqs": 12, "policy": 3},
         "reverts": {"max_num_seqs": {"to": 16, "at": "2026-01-31T13:00:00.000Z"}},
     }
     entry = AuditEntry(1, "2026-01-31T12:00:00.000Z", "admin", {"max_num_seqs": (16, 4)}, None, "2026-01-31T13:00:00Z")
     shown = admin_variables(config, [entry])
-    assert shown["draining"] == 12
+    assert (shown["draining"], shown["switching"]) == (12, 3)
     assert shown["reverts"] == [{"title": "Seats", "to": 16, "at": "31 Jan 13:00:00 UTC"}]
 
 

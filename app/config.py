@@ -275,7 +275,7 @@ def _hint_key(section: str, name: str, table: Mapping[str, Key]) -> str:
     same = [key.name for key in table.values() if key.section == section]
     if get_close_matches(name, same, 1):
         return _hint(name, same)
-    elsewhere = {key.name: f"[{key.section}] {key.name}" for key in reversed(table.values())}
+    elsewhere = {key.name: f"[{key.section}] {key.name}" for key in reversed(list(table.values()))}
     nearest = get_close_matches(name, elsewhere, 1)
     return f"; did you mean {elsewhere[nearest[0]]}?" if nearest else f"; it has {', '.join(same)}."
 

@@ -30,7 +30,7 @@ def test_every_setting_stands_in_the_table(key: Key) -> None:
 
 
 def test_the_table_has_no_other_settings() -> None:
-    named = re.findall(r"^\| `\[(\w+)\] (\w+)` \|", README, re.MULTILINE)
+    named = re.findall(r"^\| `\[([\w.]+)\] (\w+)` \|", README, re.MULTILINE)
     assert [f"{section}.{name}" for section, name in named] == [key.dotted for key in keys()]
 
 

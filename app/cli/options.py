@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Commands without a server leave the server's own settings out.
 OFFLINE_SECTIONS = ("model", "engine", "cache", "scheduler")
-ALL_SECTIONS = (*OFFLINE_SECTIONS, "server", "security", "slo")
+ALL_SECTIONS = (*OFFLINE_SECTIONS, "server", "security", "slo", "slo.background")
 
 
 class Parser(argparse.ArgumentParser):

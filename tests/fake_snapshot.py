@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from engine.config import Limits, SloTargets
+from engine.config import NO_TARGETS, Limits, SloTargets
+from engine.sequence import CLASSES
 from engine.stats import SlidingWindow
 
 STEPS_A_SECOND = 9
@@ -27,12 +28,17 @@ class FakeRequest:
     prompt: int
     wanted: int
     arrival: float
+    key: str = ""
     computed: int = 0
     output: int = 0
     seat: int | None = None
     preemptions: int = 0
     first: float | None = None
     last: float | None = None
+
+    @property
+    def background(self) -> bool:
+        return self.key == "batch"
 
     @property
     def blocks(self) -> int:
@@ -49,6 +55,7 @@ class FakeEngine:
     total_blocks: int = 480
     seed: int = 7
     names: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ("",)
     model_name: str = "smollm2-135m"
     now: float = 0.0
     step: int = 0
@@ -120,11 +127,12 @@ class FakeEngine:
             name = (
                 self.names[self.made % len(self.names)] if self.names else f"chatcmpl-{self.random.randbytes(12).hex()}"
             )
+            key = self.keys[self.made % len(self.keys)]
             prompt, wanted = (
                 int(self.random.lognormvariate(3.9, 0.9)) + 4,
                 int(self.random.lognormvariate(4.0, 0.8)) + 2,
             )
-            self.waiting.append(FakeRequest(name, min(prompt, 900), min(wanted, 400), self.now))
+            self.waiting.append(FakeRequest(name, min(prompt, 900), min(wanted, 400), self.now, key))
 
     def _run_step(self) -> Counter[str]:
         self.step += 1
@@ -193,6 +201,7 @@ class FakeEngine:
             self.windows["queue"].add(self.now, self.now - request.arrival)
 
     def snapshot(self) -> dict[str, Any]:
+        everybody = [*self.running, *self.waiting]
         used = sum(request.blocks for request in self.running)
         waits = "kv_memory" if self.preempted_total else "seats"
         finished = {name: self.finished[name] for name in ("stop", "length", "abort", "error")}
@@ -210,8 +219,15 @@ class FakeEngine:
                 "finished_by_reason": finished,
                 "rejected_by_reason": rejected,
                 "aborted_by_cause_and_phase": {},
+                "by_class": {
+                    name: self._places([r for r in everybody if r.background == (name == "background")])
+                    for name in CLASSES
+                },
+                "by_key": {
+                    name: self._places([r for r in everybody if r.key == name]) for name in self.keys if name
+                },
             },
-            "active": [self._active(r, waits) for r in (*self.running, *self.waiting)],
+            "active": [self._active(r, waits) for r in everybody],
             "kv": {
                 "block_size": BLOCK_SIZE, "total": self.total_blocks, "used": used, "cached": 0,
                 "free": self.total_blocks - used, "usage": used / self.total_blocks,
@@ -223,7 +239,16 @@ class FakeEngine:
             "useful_row_share": 1.0 if self.step else None,
             "tokens_per_second": {name: sum(rate) / len(rate) for name, rate in self.rates.items()},
             "latency": {name: window.summary(self.now) for name, window in self.windows.items()},
+            "background": {
+                "latency": {name: SlidingWindow().summary(self.now) for name in self.windows},
+                "slo": {
+                    "targets": asdict(NO_TARGETS),
+                    "attainment": {f"{name}_p95_seconds": None for name in ("ttft", "itl", "e2e")},
+                    "goodput_requests_per_second": 0.0,
+                },
+            },
             "slo": {
+                "targets": asdict(self.config.slo),
                 "attainment": {"ttft_p95_seconds": 0.981, "itl_p95_seconds": 0.994, "e2e_p95_seconds": None},
                 "goodput_requests_per_second": 1.02,
             },
@@ -231,10 +256,17 @@ class FakeEngine:
             "table": {"seats": self.seats, "budget": self.budget, "steps": list(self.steps)},
         }  # fmt: skip
 
+    def _places(self, requests: list[FakeRequest]) -> dict[str, int]:
+        seated = sum(request.seat is not None for request in requests)
+        return {"running": seated, "waiting": len(requests) - seated}
+
     def _active(self, request: FakeRequest, waits: str) -> dict[str, Any]:
         state = "running" if request.seat is not None else "preempted" if request.preemptions else "waiting"
         return {
             "request_id": request.request_id,
+            "key": request.key or None,
+            "class": CLASSES[request.background],
+            "priority": 0,
             "state": state,
             "reason": None if request.seat is not None else waits,
             "phase": None if request.seat is None else "decode" if request.output else "prefill",

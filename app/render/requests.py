@@ -28,6 +28,7 @@ def request_variables(scene: Scene) -> dict[str, Any]:
     return {
         "rows": [_request_row(entry, scene.palette) for entry in shown],
         "more": len(active) - len(shown),
+        "keyed": any(entry["key"] for entry in shown),
         "running": requests["running"],
         "waiting": requests["waiting"],
         "why": [
@@ -54,6 +55,8 @@ def _request_row(entry: Mapping[str, Any], palette: Palette) -> dict[str, Any]:
         "output": numbers.count(entry["output_tokens"]),
         "age": numbers.age(entry["age_seconds"]),
         "preemptions": entry["num_preemptions"],
+        "key": entry["key"] or "",
+        "background": entry["class"] == "background",
     }
 
 

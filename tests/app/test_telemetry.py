@@ -11,7 +11,9 @@ import trio
 
 from app.render.view import PARTS
 from app.telemetry import HEARTBEAT_SECONDS, Telemetry, encode_event
+from engine.handle import GenerationRequest, TextPrompt
 from tests.fake_snapshot import FakeEngine, watched
+from tests.fakes import open_fake_engine
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -138,6 +140,32 @@ async def test_every_state_says_itself() -> None:
     overloaded = watched(FakeEngine("overloaded", seats=2), 60).latest.parts
     assert "no free seat" in overloaded["requests"]
     assert 'class="tile bad"' in overloaded["tiles"]
+
+
+async def test_keys_have_a_column_where_there_are_keys_and_background_work_says_so() -> None:
+    plain = watched(FakeEngine("overloaded", seats=2), 60).latest.parts["requests"]
+    assert "background" not in plain
+    assert 'class="key"' not in plain
+    named = watched(FakeEngine("overloaded", seats=2, keys=(HOSTILE, "batch")), 60).latest.parts["requests"]
+    assert named.count(">batch</td>") == named.count("· background</span>") > 0
+    assert "<img" not in named
+    assert "&lt;img src=x onerror=alert(1)&gt;</td>" in named
+
+
+async def test_the_made_up_engine_has_the_shape_of_the_real_one() -> None:
+    def shape(value: object) -> object:
+        return {name: shape(part) for name, part in value.items()} if isinstance(value, dict) else None
+
+    made_up = watched(FakeEngine("busy", seats=2, keys=("alice",)), 60).engine.snapshot()
+    async with open_fake_engine(step_seconds=0.02) as engine:
+        handle = engine.submit(GenerationRequest("r", TextPrompt("hello"), key_name="alice"))
+        await handle.take()
+        real = engine.snapshot()
+    for name in ("background", "slo", "latency"):
+        assert shape(made_up[name]) == shape(real[name]), name
+    assert shape(made_up["active"][0]) == shape(real["active"][0])
+    for name in ("by_class", "by_key"):
+        assert shape(made_up["requests"][name]) == shape(real["requests"][name]), name
 
 
 async def test_numbers_on_the_page_are_those_of_the_snapshot() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import trio
 
 from app.api.planning import CHAT_URL, COMPLETION_URL, plan
 from app.callers import NOBODY, Caller, Callers
@@ -94,3 +95,30 @@ async def test_the_tier_is_told_to_whoever_asked_for_one() -> None:
         refused = (await post("k1", service_tier="priority")).json()["error"]
         assert refused["param"] == "service_tier"
         assert refused["message"] == "'service_tier' must be 'auto', 'default' or 'flex'."
+
+
+async def test_a_key_its_class_and_its_latencies_are_seen_by_the_operator() -> None:
+    settings = make_settings(security={"api_keys": KEYS, "background_keys": ["batch"]})
+    async with open_server(settings, step_seconds=0.01) as server, trio.open_nursery() as nursery:
+
+        async def post(key: str, max_tokens: int) -> None:
+            body = chat_body(max_tokens=max_tokens, priority=5)
+            await server.client.post(CHAT, json=body, headers={"Authorization": f"Bearer {key}"})
+
+        nursery.start_soon(post, "k1", 400)
+        await post("k2", 2)
+        stats = await server.stats()
+        assert stats["requests"]["by_class"] == {
+            "interactive": {"running": 1, "waiting": 0},
+            "background": {"running": 0, "waiting": 0},
+        }
+        by_key = stats["requests"]["by_key"]["alice"]
+        assert (by_key["running"], by_key["waiting"]) == (1, 0)
+        active = stats["active"][0]
+        assert (active["key"], active["class"], active["priority"]) == ("alice", "interactive", 5)
+        assert stats["background"]["latency"]["e2e"]["count"] == 1
+        assert stats["latency"]["e2e"]["count"] == 0
+        assert stats["background"]["slo"]["targets"]["ttft_p95_seconds"] is None
+        metrics = (await server.client.get("/metrics")).text
+        assert 'relevo:request_success_total{finished_reason="length",model_name="fake"} 1.0' in metrics
+        nursery.cancel_scope.cancel()

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.batch import Padding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from engine.config import Limits
     from engine.plan import Plan
     from engine.sequence import Sequence
+    from engine.waiting import WaitingQueue
 
     Size = Callable[["Moment"], tuple[int, float | None]]
 
@@ -34,7 +35,7 @@ POLICIES = ("continuous", "static", "dynamic")
 class Moment(NamedTuple):
     """What a policy decides by; `now` is in seconds on the engine's clock."""
 
-    waiting: Collection[Sequence]
+    waiting: WaitingQueue
     num_running: int
     limits: Limits
     now: float

@@ -163,7 +163,7 @@ class Engine:
         return handle
 
     async def set_limits(self, changes: Mapping[str, Any]) -> Limits:
-        """Change live limits at the next step boundary. Lowering drains, and so does another policy: nobody loses a seat.
+        """Change live limits at the next step boundary. Lowering drains, as does another policy: nobody loses a seat.
 
         Args:
             changes: some fields of `Limits`, but not `generation`.
@@ -213,12 +213,12 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Sequences that hold a seat."""
-        return len(self._scheduler.running)
+        return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a seat."""
-        return len(self._scheduler.waiting)
+        return self._scheduler.num_waiting
 
     @property
     def num_streams(self) -> int:
@@ -245,8 +245,9 @@ class Engine:
 
     def _queue_depth(self) -> int:
         """Requests beyond those that run and those that the next step will seat."""
-        running = len(self._scheduler.running)
-        seats = max(running, self.limits.max_num_seqs) if self._scheduler.wait_reason is None else running
+        running = self._scheduler.num_running
+        moves = all([work.wait_reason is None for work in self._scheduler.classes])
+        seats = max(running, self.limits.max_num_seqs) if moves else running
         return max(0, len(self._open) - seats)
 
     def _check_waiting_tokens(self, num_tokens: int) -> None:

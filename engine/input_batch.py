@@ -45,8 +45,8 @@ class InputBatch:
         max_num_seqs: seats.
         max_model_len: longest sequence, in tokens.
         block_shape: of a layer's block, (2, KVH, block_size, D).
-        null_block: a block that no sequence owns and that holds zeros; it fills the tables. The one behind it is written
-            by padding and never read.
+        null_block: a block that no sequence owns and that holds zeros; it fills the tables. The one behind it is
+            written by padding and never read.
         cache_dtype: of the KV cache.
         vocab_size: stop tokens beyond it can never be drawn and are dropped.
     """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.block_pool import BlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable
 
     from engine.sequence import Sequence
 
@@ -21,6 +21,13 @@ class KVUsage:
     used: int
     cached: int
     free: int
+
+
+class Prefix(NamedTuple):
+    """Cached blocks, and the uid of the last of them: what the next block of the chain hangs on."""
+
+    block_ids: list[int]
+    parent: Hashable
 
 
 class KVCache:
@@ -46,48 +53,50 @@ class KVCache:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
+    def find_prefix(self, sequence: Sequence) -> Prefix:
         """The cached blocks that hold the beginning of a sequence, from its first token on.
 
         The last known token is never among them: it must be computed to know what follows, and its block is written.
         """
         found: list[int] = []
-        if not self.enable_prefix_caching:
-            return found
-        size, token_ids = self.block_size, sequence.token_ids
         parent = sequence.cache_root
+        if not self.enable_prefix_caching:
+            return Prefix(found, parent)
+        size, token_ids = self.block_size, sequence.token_ids
         for start in range(0, len(token_ids) - size, size):
             hit = self.pool.cache.find(parent, tuple(token_ids[start : start + size]))
             if hit is None:
                 break
             block_id, parent = hit
             found.append(block_id)
-        return found
+        return Prefix(found, parent)
 
-    def fits(self, num_blocks: int, prefix: list[int], num_promised: int) -> bool:
+    def fits(self, num_blocks: int, prefix: Prefix, num_promised: int) -> bool:
         """Whether a newcomer of `num_blocks` blocks finds room beside `num_promised` more that others will need.
 
         Args:
             prefix: what `find_prefix` found. Blocks of it that others use cost nothing.
         """
-        shared = sum(1 for block_id in prefix if self.pool.ref_counts[block_id])
+        shared = sum(1 for block_id in prefix.block_ids if self.pool.ref_counts[block_id])
         return num_blocks - shared + num_promised <= self.pool.num_available
 
-    def seat(self, sequence: Sequence, prefix: list[int]) -> tuple[int, ...] | None:
+    def seat(self, sequence: Sequence, prefix: Prefix) -> tuple[int, ...] | None:
         """Begin a block table with a cached prefix and make room for all known tokens.
 
         Returns:
             The whole table, or `None` when there is no room; then nothing has changed.
         """
-        self.pool.share(prefix)
-        sequence.block_ids.extend(prefix)
+        block_ids, sequence.cache_parent = prefix
+        self.pool.share(block_ids)
+        sequence.block_ids.extend(block_ids)
         new_blocks = self.allocate(sequence, len(sequence.token_ids))
         if new_blocks is None:
             self.release(sequence)
             return None
-        sequence.num_computed_tokens = len(prefix) * self.block_size
+        sequence.num_remembered_blocks = len(block_ids)
+        sequence.num_computed_tokens = len(block_ids) * self.block_size
         self.remember(sequence)
-        return (*prefix, *new_blocks)
+        return (*block_ids, *new_blocks)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
         """Make room for the first `num_tokens` tokens of a sequence.
@@ -110,8 +119,6 @@ class KVCache:
         if not self.enable_prefix_caching:
             sequence.next_full = sequence.end_length + size
             return
-        if sequence.num_remembered_blocks == 0:
-            sequence.cache_parent = sequence.cache_root
         for index in range(sequence.num_remembered_blocks, sequence.num_computed_tokens // size):
             token_ids = tuple(sequence.token_ids[index * size : (index + 1) * size])
             sequence.cache_parent = self.pool.cache.add(sequence.block_ids[index], sequence.cache_parent, token_ids)

@@ -23,6 +23,7 @@ class Plan:
         self.seated: list[Seated] = []
         self.new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self.preempted: list[int] = []
+        self.is_short_of_memory = False  # somebody was preempted for want of it
         self.padding: list[Padding] = []
 
     def seat(self, sequence: Sequence, new_blocks: tuple[int, ...]) -> None:

@@ -21,7 +21,13 @@ QUANTILE = 0.8
 
 
 class AdmissionPolicy(Protocol):
-    """Expectations about lengths, in tokens."""
+    """Expectations about lengths, in tokens.
+
+    Attributes:
+        may_preempt: whether one that sits may lose its seat.
+    """
+
+    may_preempt: bool
 
     def expected_tokens(self, sequence: Sequence, block_size: int, /) -> int:
         """Tokens for which the sequence should find room without anybody having to leave."""
@@ -42,6 +48,8 @@ class OnDemand:
     One more block each is kept in hand: without it a newcomer would be thrown out again at the others' next border.
     """
 
+    may_preempt = True
+
     def expected_tokens(self, sequence: Sequence, block_size: int) -> int:
         """What is known, and one block more."""
         return len(sequence.token_ids) + block_size
@@ -56,6 +64,8 @@ class OnDemand:
 
 class Reserve:
     """Room for prompt and `max_tokens` before the first step; never preempts (Orca; TensorRT-LLM's guaranteed mode)."""
+
+    may_preempt = False
 
     def expected_tokens(self, sequence: Sequence, _block_size: int, /) -> int:
         """The longest it can become; the last token needs no room."""
@@ -74,6 +84,8 @@ class Predicted:
 
     Until the first answer has ended it expects what `OnDemand` does.
     """
+
+    may_preempt = True
 
     def __init__(self) -> None:
         self._arrived: deque[int] = deque()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.handle import ABORT_CAUSES
 from engine.sequence import CLASSES
+from engine.waiting import served_by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -116,8 +117,8 @@ class Report:
         waiting = self._waiting_by_reason()
         return MetricsView(
             gauges={
-                "num_requests_running": len(scheduler.running),
-                "num_requests_waiting": len(scheduler.waiting),
+                "num_requests_running": scheduler.num_running,
+                "num_requests_waiting": scheduler.num_waiting,
                 "kv_cache_usage_perc": usage.used / usage.total,
                 "max_num_seqs": limits.max_num_seqs,
                 "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -153,24 +154,26 @@ class Report:
         for (cause, phase), number in stats.aborted.items():
             aborted.setdefault(cause, {})[phase] = number
         return {
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "waiting_tokens": scheduler.num_waiting_tokens,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "waiting_tokens": sum([work.queue.num_tokens for work in scheduler.classes]),
             "waiting_by_reason": self._waiting_by_reason(),
             "finished_by_reason": {reason: stats.finished[reason] for reason in FINISH_REASONS},
             "rejected_by_reason": {reason: stats.rejected[reason] for reason in REJECTION_REASONS},
             "aborted_by_cause_and_phase": aborted,
             "by_class": _places({name: [s for s in scheduler.sequences if s.class_name == name] for name in CLASSES}),
-            "by_key": _places(_by_key(scheduler.sequences)),
+            "by_key": self._by_key(),
         }
 
-    def _wait_reason(self, sequence: Sequence) -> str:
-        if sequence.sequence_id in self._scheduler.too_large_now:
-            return "kv_memory"
-        return self._scheduler.wait_reason or "token_budget"
+    def _by_key(self) -> dict[str, dict[str, int]]:
+        """What each named key has, and the weighted tokens it was served since the start."""
+        served = served_by_key(*[work.fairness for work in self._scheduler.classes])
+        groups = _by_key(self._scheduler.sequences)
+        places = _places({name: groups.get(name, []) for name in served.keys() | groups.keys()})
+        return {name: {**places[name], "served_tokens": served.get(name, 0)} for name in sorted(places)}
 
     def _waiting_by_reason(self) -> dict[str, int]:
-        return dict(Counter(self._wait_reason(sequence) for sequence in self._scheduler.waiting.values()))
+        return dict(Counter([work.why_waits(waiting) for work in self._scheduler.classes for waiting in work.queue]))
 
     def _active(self, sequence: Sequence, now: float) -> dict[str, Any]:
         waits = sequence.seat < 0
@@ -181,7 +184,7 @@ class Report:
             "class": sequence.class_name,
             "priority": sequence.priority,
             "state": sequence.status.value,
-            "reason": self._wait_reason(sequence) if waits else None,
+            "reason": self._scheduler.classes[sequence.background].why_waits(sequence) if waits else None,
             "phase": None if waits else ("prefill" if sequence.num_output_tokens == 0 else "decode"),
             "seat": None if waits else sequence.seat,
             "prompt_tokens": sequence.num_prompt_tokens,

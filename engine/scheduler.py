@@ -7,8 +7,6 @@ then those that wait. Reading a prompt in chunks and computing again after a pre
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.batch import Ending, StepUpdate
@@ -18,13 +16,14 @@ from engine.plan import Plan
 from engine.policy import make_admission
 from engine.seats import Seats
 from engine.sequence import FinishReason, Sequence, SequenceStatus
+from engine.work_class import WorkClass, who_makes_way
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from engine.batch import ScheduledBatch, StepOutput
     from engine.config import Limits
-    from engine.kv_cache import KVCache
+    from engine.kv_cache import KVCache, Prefix
 
 
 # How many that do not fit are passed over in one step, and how often one of them in its life.
@@ -53,12 +52,7 @@ class Scheduler:
         # Policies that hold as soon as nobody sits under the old ones any more.
         self.is_switching = False
         self.usable_capacity = min(max_model_len, kv_cache.num_tokens)
-        self.running: list[Sequence] = []
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
-        # Why the queue does not move; those in `too_large_now` wait for memory whatever it says.
-        self.wait_reason: str | None = None
-        self.too_large_now: tuple[int, ...] = ()
-        self.num_waiting_tokens = 0
+        self.interactive, self.background = self.classes = WorkClass(), WorkClass()
         self.counters = Counters()
         self._live: dict[int, Sequence] = {}
         self._seats = Seats(num_seats)
@@ -67,6 +61,26 @@ class Scheduler:
     def request_ids(self, sequence_ids: Iterable[int]) -> tuple[str, ...]:
         """Names of live sequences."""
         return tuple([self._live[sequence_id].request_id for sequence_id in sequence_ids])
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Everybody who sits, background work last, and in either class the youngest last."""
+        return [*self.interactive.running, *self.background.running]
+
+    @property
+    def num_running(self) -> int:
+        """Seats that are taken by those who run."""
+        return len(self.interactive.running) + len(self.background.running)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Everybody who waits, interactive work first."""
+        return [*self.interactive.queue, *self.background.queue]
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a seat."""
+        return len(self.interactive.queue) + len(self.background.queue)
 
     @property
     def sequences(self) -> Iterable[Sequence]:
@@ -86,7 +100,7 @@ class Scheduler:
         max_tokens = sequence.params.max_tokens
         sequence.end_length = longest if max_tokens is None else min(longest, sequence.num_prompt_tokens + max_tokens)
         self._live[sequence.sequence_id] = sequence
-        self._wait(sequence, first=False)
+        self.classes[sequence.background].queue.add(sequence)
 
     def abort(self, sequence_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence in whatever state it is and free what it holds; `None` if it has ended already."""
@@ -99,7 +113,6 @@ class Scheduler:
         """Take other limits from the next step on.
 
         A change of policy drains: those who run end under the old one, and until then nobody sits down.
-
         """
         changed = (limits.policy, limits.admission) != (self.limits.policy, self.limits.admission)
         self.is_switching = self.is_switching or changed
@@ -113,15 +126,13 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledBatch:
         """Plan the next step. An empty batch means that nothing runs and nobody may sit down yet."""
         plan = Plan(self._step + 1, self.limits)
-        if not self.running:
+        if not self.num_running:
             self._begin_anew()
-        self.batching.pad(plan, len(self.running))
-        self._continue_running(plan)
-        if plan.preempted:
-            # Whoever lost its seat must not take it back from under those it was lost to.
-            self.wait_reason, self.too_large_now = "kv_memory", ()
-        else:
-            self._admit_waiting(plan, now)
+        self.batching.pad(plan, self.num_running)
+        self._make_way(plan)
+        for work in self.classes:
+            self._continue_running(work, plan)
+            self._admit_waiting(work, plan, now)
         if plan.rows or plan.padding:
             self._step = plan.step
         return plan.freeze()
@@ -172,11 +183,11 @@ class Scheduler:
         """
         self.kv_cache.check_integrity(self._live.values())
         self._seats.check_integrity([sequence.seat for sequence in self.running])
-        if len(self.running) + len(self.waiting) != len(self._live):
-            raise RuntimeError(f"{len(self._live)} live sequences, {len(self.running)} run, {len(self.waiting)} wait")
-        if self.num_waiting_tokens != sum(sequence.num_tokens for sequence in self.waiting.values()):
-            raise RuntimeError(f"{self.num_waiting_tokens} waiting tokens do not match the queue")
-        if not self.running and self.kv_cache.usage.used:
+        if self.num_running + self.num_waiting != len(self._live):
+            raise RuntimeError(f"{len(self._live)} live sequences, {self.num_running} run, {self.num_waiting} wait")
+        for work in self.classes:
+            work.queue.check_integrity()
+        if not self.num_running and self.kv_cache.usage.used:
             raise RuntimeError(f"{self.kv_cache.usage.used} blocks are used and nothing runs")
 
     def _begin_anew(self) -> None:
@@ -188,8 +199,18 @@ class Scheduler:
             self.admission = make_admission(self.limits.admission)
             self.is_switching = False
 
-    def _continue_running(self, plan: Plan) -> None:
-        running, block_size = self.running, self.kv_cache.block_size
+    def _make_way(self, plan: Plan) -> None:
+        """Let one who sits yield its seat to one with a better right; it waits at the front of its own key's line."""
+        if self.batching.forms_batches or self.is_switching or not self.admission.may_preempt:
+            return
+        victim = who_makes_way(self.interactive, self.background, self.limits.max_num_seqs)
+        if victim is not None:
+            self._preempt(victim, plan)
+            victim.num_yields += 1
+            self.classes[victim.background].queue.put_back_own(victim)
+
+    def _continue_running(self, work: WorkClass, plan: Plan) -> None:
+        running, block_size = work.running, self.kv_cache.block_size
         if plan.tokens_left < len(running):
             # Not everyone gets a token: those who have waited longest go first, so that nobody starves.
             order = sorted(running, key=lambda sequence: sequence.last_step)
@@ -214,12 +235,13 @@ class Scheduler:
                 return new_blocks
             victim = next(other for other in reversed(self.running) if other.last_step != plan.step)
             self._preempt(victim, plan)
+            plan.is_short_of_memory = True
+            self.classes[victim.background].queue.put_back(victim)
             if victim is sequence:
                 return None
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         """Take seat and blocks away; it will be computed again from its tokens (recompute, vLLM)."""
-        self.running.remove(sequence)
         self._vacate(sequence)
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_tokens_thrown_away = sequence.num_computed_tokens
@@ -227,34 +249,32 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.counters.num_preemptions += 1
         plan.preempted.append(sequence.sequence_id)
-        self._wait(sequence, first=True)
 
-    def _admit_waiting(self, plan: Plan, now: float) -> None:
+    def _admit_waiting(self, work: WorkClass, plan: Plan, now: float) -> None:
         """Fill free seats in the order of the queue.
 
         Where memory is short for one, a few behind it that fit may overtake it: a waiting giant must not hold up the
         small ones. Nobody is overtaken more than `MAX_OVERTAKEN` times, and one that was preempted never.
         """
-        self.wait_reason = None
-        self.too_large_now = ()
-        if not self.waiting:
+        work.wait_reason, work.too_large_now = None, frozenset()
+        if not work.queue:
             return
-        num_open = self._num_open(now)
+        num_open, work.wait_reason = self._num_open(work, plan, now)
+        if num_open == 0:
+            return
         newcomers: list[Sequence] = []
         skipped: list[Sequence] = []
-        promised: int | None = None  # blocks; looked at only where somebody waits
-        for sequence in list(islice(self.waiting.values(), num_open + MAX_SKIPPED + 1)):
+        promised = sum([self._promised_blocks(other) for other in self.running])
+        for sequence in work.queue.candidates(self.limits.max_num_seqs):
             if len(newcomers) >= num_open:
-                self.wait_reason = "draining" if self.is_switching else self.batching.closed_reason
+                work.wait_reason = self.batching.closed_reason
                 break
             if plan.tokens_left == 0 and not self.batching.forms_batches:
-                self.wait_reason = "token_budget"
+                work.wait_reason = "token_budget"
                 break
             prefix = self.kv_cache.find_prefix(sequence)
-            if promised is None:
-                promised = sum([self._promised_blocks(other) for other in self.running])
-            if self.running and not self.kv_cache.fits(self._expected_blocks(sequence), prefix, promised):
-                self.wait_reason = "kv_memory"
+            if self.num_running and not self.kv_cache.fits(self._expected_blocks(sequence), prefix, promised):
+                work.wait_reason = "kv_memory"
                 skipped.append(sequence)
                 if len(skipped) > MAX_SKIPPED or sequence.status is SequenceStatus.PREEMPTED:
                     break
@@ -267,14 +287,19 @@ class Scheduler:
                 for other in skipped:
                     other.num_overtaken += 1
         self.batching.admit(newcomers)
-        self.too_large_now = tuple([sequence.sequence_id for sequence in skipped])
+        work.too_large_now = frozenset([sequence.sequence_id for sequence in skipped])
 
-    def _num_open(self, now: float) -> int:
-        """Newcomers that may sit down in this step."""
+    def _num_open(self, work: WorkClass, plan: Plan, now: float) -> tuple[int, str | None]:
+        """Newcomers of a class that may sit down in this step, and why none may."""
+        if plan.is_short_of_memory:
+            # Whoever lost its seat must not take it back from under those it was lost to.
+            return 0, "kv_memory"
         if self.is_switching:
-            return 0
-        moment = Moment(self.waiting.values(), len(self.running), self.limits, now)
-        return max(0, self.batching.num_open(moment))
+            return 0, "draining"
+        if work is self.background and self.interactive.queue:
+            return 0, self.interactive.wait_reason
+        num_open = max(0, self.batching.num_open(Moment(work.queue, self.num_running, self.limits, now)))
+        return num_open, None if num_open else self.batching.closed_reason
 
     def _expected_blocks(self, sequence: Sequence) -> int:
         """Blocks that the policy wants for a sequence, those it has included."""
@@ -285,32 +310,25 @@ class Scheduler:
         """Blocks that the policy wants for a running sequence beyond those it has."""
         return max(0, self._expected_blocks(sequence) - len(sequence.block_ids))
 
-    def _seat(self, sequence: Sequence, prefix: list[int], plan: Plan, now: float) -> None:
-        del self.waiting[sequence.sequence_id]
-        self.num_waiting_tokens -= sequence.num_tokens
+    def _seat(self, sequence: Sequence, prefix: Prefix, plan: Plan, now: float) -> None:
+        work = self.classes[sequence.background]
+        work.queue.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         sequence.seat = self._seats.take()
-        self.running.append(sequence)
+        work.running.append(sequence)
         new_blocks = self.kv_cache.seat(sequence, prefix)
         if new_blocks is None:
             raise RuntimeError(f"sequence {sequence.sequence_id} was seated without room for its tokens")
         self.counters.count_seated(sequence, now)
+        work.fairness.seated(sequence)
         plan.seat(sequence, new_blocks)
-
-    def _wait(self, sequence: Sequence, *, first: bool) -> None:
-        self.waiting[sequence.sequence_id] = sequence
-        self.num_waiting_tokens += sequence.num_tokens
-        if first:
-            self.waiting.move_to_end(sequence.sequence_id, last=False)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.seat >= 0:
-            self.running.remove(sequence)
             self._count_slots(sequence)
             self._vacate(sequence, keeps_seat=self.batching.keeps_seat(sequence))
         else:
-            del self.waiting[sequence.sequence_id]
-            self.num_waiting_tokens -= sequence.num_tokens
+            self.classes[sequence.background].queue.remove(sequence)
         del self._live[sequence.sequence_id]
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
@@ -336,6 +354,9 @@ class Scheduler:
         self.counters.count_slots(num_blocks * self.kv_cache.block_size, sequence.num_computed_tokens)
 
     def _vacate(self, sequence: Sequence, *, keeps_seat: bool = False) -> None:
+        work = self.classes[sequence.background]
+        work.running.remove(sequence)
+        work.fairness.vacated(sequence)
         self.kv_cache.release(sequence)
         if keeps_seat:
             self._seats.keep(sequence.seat)

@@ -71,7 +71,7 @@ class Scheduling:
             elif self.scheduler.look_again_at is not None:
                 with trio.move_on_at(self.scheduler.look_again_at):
                     await self._apply(await self._commands.receive())
-            elif self.scheduler.waiting:
+            elif self.scheduler.num_waiting:
                 await self._results.send(self._give_up_on_first())
             else:
                 self.scheduler.check_integrity()
@@ -109,7 +109,7 @@ class Scheduling:
     def _give_up_on_first(self) -> StepResult:
         """Something waits, nothing runs and nothing could be seated: never wait for ever, fail exactly one request."""
         now = trio.current_time()
-        sequence_id = next(iter(self.scheduler.waiting))
+        sequence_id = next(work.queue.first().sequence_id for work in self.scheduler.classes if work.queue)
         self.scheduler.abort(sequence_id, FinishReason.ERROR)
         log.error("sequence %d could not be seated in an empty engine", sequence_id)
         ending = Ending(sequence_id, FinishReason.ERROR, "The request could not be scheduled.")
@@ -139,7 +139,7 @@ class Scheduling:
     def _record(self, batch: ScheduledBatch, planned: float) -> None:
         request_ids, preempted = map(self.scheduler.request_ids, (batch.sequence_ids, batch.preempted))
         idle: tuple[tuple[int, str], ...] = ()
-        if len(batch) < len(self.scheduler.running):
+        if len(batch) < self.scheduler.num_running:
             taken = set(batch.seats)
             idle = tuple([(s.seat, s.request_id) for s in self.scheduler.running if s.seat not in taken])
         self.log.append(StepRecord(batch, request_ids, preempted, idle, planned))

@@ -76,6 +76,7 @@ class Sequence:
         seat: the row of the batch it holds while running, else -1.
         last_step: the last step it took part in, else -1.
         arrival_time: seconds on the engine's clock.
+        num_yields: how often it gave its seat to one with a better right to it.
         num_overtaken: how often one behind it in the queue was seated before it, for want of memory.
         key_name: name of the API key that asked, empty without keys.
         background: whether it is background work, which waits for the interactive.
@@ -103,6 +104,7 @@ class Sequence:
     seat: int = -1
     last_step: int = -1
     num_preemptions: int = 0
+    num_yields: int = 0
     num_overtaken: int = 0
     num_tokens_thrown_away: int = 0
     first_seated_time: float | None = None

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 CACHED_WEIGHT = 0.1
+# How far a key may be ahead of the least served and still go first because it lacks seats, in weighted tokens.
+SHARE_SLACK = 1000.0
 
 
 @dataclass(slots=True)
@@ -51,18 +53,14 @@ class Fairness:
       the counters are the same whenever they are compared, and a step pays nothing.
     - A prompt token from the prefix cache costs `CACHED_WEIGHT`.
     - What was preempted returns with its prompt already charged, and does not lift its key: it never left.
-    - With `max_num_seqs`, a key below its share of the seats goes before one that has it, whatever the counters say.
-      The paper's bound on the difference in service holds between keys of the same standing only; without (`None`)
-      it holds as published.
+    - A key that holds less than its share of the seats goes first while it is at most `SHARE_SLACK` ahead of the least
+      served: counters alone do not bound its wait for a seat. The paper's bound on the difference in service grows by
+      as much.
 
     Keys come from the closed set of names in the configuration; one that went idle keeps one small account.
-
-    Args:
-        max_num_seqs: seats that are shared out; may be set at any time. `None`: counters alone decide.
     """
 
-    def __init__(self, max_num_seqs: int | None = None) -> None:
-        self.max_num_seqs = max_num_seqs
+    def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
         self._seated: dict[int, Sequence] = {}
         self._last_left: Account | None = None
@@ -73,11 +71,9 @@ class Fairness:
         """Every key that ever asked, to be read only; call `settle` before for counters of this moment."""
         return self._accounts
 
-    @property
-    def share(self) -> int:
-        """Seats that each key with anything waiting or running may hold before others go first."""
-        seats = self.max_num_seqs
-        return len(self._seated) + 1 if seats is None else -(-seats // max(1, self._num_busy))
+    def share(self, num_seats: int) -> int:
+        """Of so many seats, those that belong to each key with anything waiting or running."""
+        return -(-num_seats // max(1, self._num_busy))
 
     def num_seats(self, key: str) -> int:
         """Seats that a key holds."""
@@ -222,8 +218,11 @@ class WaitingQueue:
         self.num_tokens -= sequence.num_tokens
         self.fairness.left(sequence)
 
-    def candidates(self) -> Iterator[Sequence]:
+    def candidates(self, num_seats: int = 0) -> Iterator[Sequence]:
         """Those who wait, in the order in which they are to be seated.
+
+        Args:
+            num_seats: seats that the busy keys share; 0 lets the counters alone decide.
 
         The queue may change between two of them: each is chosen by the counters and seats of its moment. One that is
         not taken is passed over. A pick costs time in the number of keys, not of sequences.
@@ -234,19 +233,31 @@ class WaitingQueue:
         if len(self._lines) > 1:
             self.fairness.settle()
         passed: dict[str, _Entry] = {}
-        while entry := self._next(passed):
+        while entry := self._next(passed, num_seats):
             passed[entry[3].key_name] = entry
             yield entry[3]
 
-    def first(self) -> Sequence:
-        """Who is to be seated first.
+    def first(self, num_seats: int = 0) -> Sequence:
+        """Who is to be seated first, by the order of `candidates`.
 
         Raises:
             LookupError: nobody waits.
         """
-        for sequence in self.candidates():
+        for sequence in self.candidates(num_seats):
             return sequence
         raise LookupError("nobody waits")
+
+    def check_integrity(self) -> None:
+        """Hold lines, places and token count against each other.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        entries = sorted([entry for line in (self._front, *self._lines.values()) for entry in line])
+        if entries != sorted([entry for _, entry in self._places.values()]):
+            raise RuntimeError("the lines of the queue and its places differ")
+        if self.num_tokens != sum([sequence.num_tokens for sequence in self]):
+            raise RuntimeError(f"{self.num_tokens} waiting tokens do not match the queue")
 
     def _join(self, line: list[_Entry], entry: _Entry) -> None:
         sequence = entry[3]
@@ -255,19 +266,20 @@ class WaitingQueue:
         self._places[sequence.sequence_id] = line, entry
         self.num_tokens += sequence.num_tokens
 
-    def _next(self, passed: dict[str, _Entry]) -> _Entry | None:
+    def _next(self, passed: dict[str, _Entry], num_seats: int) -> _Entry | None:
         """The first, beyond those passed, of the key whose turn it is."""
-        best: _Entry | None = None
-        best_order = (True, 0.0, 0)
-        share, accounts = self.fairness.share, self.fairness.accounts
-        for key, line in self._lines.items():
-            entry = _after(line, passed.get(key))
-            if entry is not None:
-                account = accounts[key]
-                order = (account.num_seats >= share, account.counter, entry[2])
-                if best is None or order < best_order:
-                    best, best_order = entry, order
-        return best
+        heads = [(key, entry) for key, line in self._lines.items() if (entry := _after(line, passed.get(key)))]
+        if len(heads) < 2:
+            return heads[0][1] if heads else None
+        accounts, share = self.fairness.accounts, self.fairness.share(num_seats)
+        limit = min([accounts[key].counter for key, _ in heads]) + SHARE_SLACK
+
+        def order(head: tuple[str, _Entry]) -> tuple[bool, float, int]:
+            account = accounts[head[0]]
+            lacks_seats = account.num_seats < share and account.counter <= limit
+            return not lacks_seats, account.counter, head[1][2]
+
+        return min(heads, key=order)[1]
 
 
 def _after(line: list[_Entry], entry: _Entry | None) -> _Entry | None:

@@ -224,7 +224,9 @@ class FakeEngine:
                     for name in CLASSES
                 },
                 "by_key": {
-                    name: self._places([r for r in everybody if r.key == name]) for name in self.keys if name
+                    name: {**self._places([r for r in everybody if r.key == name]), "served_tokens": 4321}
+                    for name in self.keys
+                    if name
                 },
             },
             "active": [self._active(r, waits) for r in everybody],

@@ -23,7 +23,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 RULES = {
     "sequence", "block_pool",
     "prefix_cache", "plan", "kv_cache", "batch", "cache_spec", "scheduler", "policy",
-    "batching", "counters", "seats", "detokenizer", "stats", "waiting",
+    "batching", "counters", "seats", "work_class", "detokenizer", "stats", "waiting",
     "errors",
 }  # fmt: skip
 # Caches have places of their own, named by variables that are not Relevo's.

@@ -127,7 +127,7 @@ def test_a_switch_drains_first() -> None:
     simulation.set_limits(2, 64, policy="static")
     batches = [simulation.step() for _ in range(5)]
     assert [batch.sequence_ids for batch in batches] == [(1, 2), (1, 2), (2,), (2,), (2,)]
-    assert simulation.scheduler.wait_reason == "draining"
+    assert simulation.scheduler.interactive.wait_reason == "draining"
     assert simulation.step().sequence_ids == (3, 4)
     assert simulation.scheduler.batching.closed_reason == "policy"
     simulation.run()
@@ -140,7 +140,7 @@ def test_whoever_waits_is_told_why() -> None:
         simulation.add(1, max_tokens)
     simulation.step()
     simulation.step()
-    assert simulation.scheduler.wait_reason == "policy"
+    assert simulation.scheduler.interactive.wait_reason == "policy"
 
 
 async def test_dynamic_waits_for_company_and_not_longer_than_it_may(autojump_clock: MockClock) -> None:
@@ -177,7 +177,7 @@ async def test_a_live_switch_waits_for_those_who_run_and_loses_nobody(autojump_c
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_padding_changes_no_token_of_the_model(policy: str) -> None:
-    """The runner computes the padding, of a size of its own, beside the rows; and writes none of it where others read."""
+    """The runner computes the padding beside the rows, and writes none of it where others read."""
     checkpoint = make_checkpoint()
     simulation = Simulation(
         max_num_seqs=4,

@@ -62,19 +62,19 @@ def test_the_reason_to_wait_is_told() -> None:
     simulation.add(4, 4)
     simulation.add(4, 4)
     simulation.step()
-    assert simulation.scheduler.wait_reason == "seats"
+    assert simulation.scheduler.interactive.wait_reason == "seats"
     simulation = Simulation(token_budget=4)
     simulation.add(8, 4)
     simulation.add(4, 4)
     simulation.step()
-    assert simulation.scheduler.wait_reason == "token_budget"
+    assert simulation.scheduler.interactive.wait_reason == "token_budget"
     simulation = Simulation(num_blocks=4)
     simulation.add(9, 4)
     simulation.add(9, 4)
     simulation.step()
-    assert simulation.scheduler.wait_reason == "kv_memory"
+    assert simulation.scheduler.interactive.wait_reason == "kv_memory"
     simulation.run()
-    assert simulation.scheduler.wait_reason is None
+    assert simulation.scheduler.interactive.wait_reason is None
 
 
 def test_memory_pressure_takes_the_youngest_seat_and_loses_nothing() -> None:
@@ -99,7 +99,7 @@ def test_nothing_is_admitted_in_a_step_that_preempted_and_the_preempted_one_is_f
     assert batch.preempted == (young.sequence_id,)
     assert not batch.seated
     assert young.status is SequenceStatus.PREEMPTED
-    assert next(iter(simulation.scheduler.waiting)) == young.sequence_id
+    assert simulation.scheduler.interactive.queue.first().sequence_id == young.sequence_id
     simulation.run()
     if late is not None:
         assert simulation.finished_in[late.sequence_id] > 0
@@ -201,7 +201,7 @@ def test_a_waiting_giant_does_not_hold_up_those_that_fit() -> None:
     simulation.step()
     assert small.seat >= 0
     assert giant.seat < 0
-    assert simulation.scheduler.wait_reason == "kv_memory"
+    assert simulation.scheduler.interactive.wait_reason == "kv_memory"
     simulation.run()
     assert simulation.outputs[giant.sequence_id] == expected_output(giant.prompt_token_ids, 2)
 

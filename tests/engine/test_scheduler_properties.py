@@ -86,7 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "simulation"):
             return
         seated = [s.sequence_id for s in self.simulation.sequences.values() if s.first_seated_time is not None]
-        for sequence in self.simulation.scheduler.waiting.values():
+        for sequence in self.simulation.scheduler.waiting:
             if sequence.first_seated_time is None:
                 assert sum(1 for other in seated if other > sequence.sequence_id) <= MAX_OVERTAKEN
 

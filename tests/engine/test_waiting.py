@@ -53,7 +53,7 @@ def seat_all(queue: WaitingQueue) -> list[int]:
 
 
 def test_one_key_is_first_come_first_served_within_a_priority(make: Make) -> None:
-    queue = WaitingQueue(Fairness(8))
+    queue = WaitingQueue(Fairness())
     for priority in (0, 5, 0, -1, 5):
         queue.add(make("a", priority=priority))
     assert seat_all(queue) == [3, 0, 2, 1, 4]
@@ -61,7 +61,7 @@ def test_one_key_is_first_come_first_served_within_a_priority(make: Make) -> Non
 
 
 def test_those_put_back_come_first_the_last_one_before_the_others(make: Make) -> None:
-    queue = WaitingQueue(Fairness(8))
+    queue = WaitingQueue(Fairness())
     a, b, c, d, urgent = make("a"), make("b"), make("a"), make("a"), make("b", priority=-9)
     queue.add(c)
     queue.add(urgent)
@@ -81,23 +81,16 @@ def test_between_keys_the_smallest_counter_is_served_next(make: Make) -> None:
     assert seat_all(queue) == [0, 2, 3, 4, 1]
 
 
-def test_a_key_below_its_share_of_the_seats_goes_first(make: Make) -> None:
-    fairness = Fairness(4)
+def test_every_busy_key_has_the_same_share_of_the_seats(make: Make) -> None:
+    fairness = Fairness()
     queue = WaitingQueue(fairness)
-    for _ in range(4):
-        queue.add(make("a"))
-    costly = make("b", num_prompt_tokens=1000)
-    queue.add(costly)
-    queue.add(make("b"))
-    order = []
-    for sequence in queue.candidates():
-        order.append(sequence.key_name)
-        seat(queue, sequence)
-        if len(order) == 4:
-            break
-    assert fairness.share == 2
-    assert order == ["a", "b", "a", "b"]
-    assert (fairness.num_seats("a"), fairness.num_seats("b"), fairness.num_seats("nobody")) == (2, 2, 0)
+    assert fairness.share(5) == 5
+    for key in "ab":
+        queue.add(make(key))
+    assert fairness.share(5) == 3
+    seat(queue, queue.first())
+    assert fairness.share(5) == 3
+    assert (fairness.num_seats("a"), fairness.num_seats("b"), fairness.num_seats("nobody")) == (1, 0, 0)
 
 
 def test_a_candidate_may_be_passed_over_or_leave_or_come_while_others_are_chosen(make: Make) -> None:
@@ -122,7 +115,7 @@ def test_a_candidate_may_be_passed_over_or_leave_or_come_while_others_are_chosen
 
 
 def test_nobody_waits(make: Make) -> None:
-    queue = WaitingQueue(Fairness(2))
+    queue = WaitingQueue(Fairness())
     assert list(queue.candidates()) == []
     with pytest.raises(LookupError, match="nobody waits"):
         queue.first()
@@ -212,11 +205,9 @@ OPERATIONS = st.lists(
 )
 
 
-@given(operations=OPERATIONS, max_num_seqs=st.sampled_from([None, 1, 4]))
-def test_nothing_is_lost_or_doubled_and_the_lines_keep_their_order(
-    operations: list[tuple[str, str, int]], max_num_seqs: int | None
-) -> None:
-    make, fairness = maker(), Fairness(max_num_seqs)
+@given(operations=OPERATIONS)
+def test_nothing_is_lost_or_doubled_and_the_lines_keep_their_order(operations: list[tuple[str, str, int]]) -> None:
+    make, fairness = maker(), Fairness()
     queue = WaitingQueue(fairness)
     waiting: dict[int, Sequence] = {}
     running: list[Sequence] = []
@@ -315,7 +306,7 @@ def test_two_keys_that_always_wait_are_served_alike(
 @pytest.mark.parametrize("keys", ["a", "abcdefgh"])
 def test_a_pick_costs_the_same_however_many_wait(make: Make, keys: str) -> None:
     """Ten thousand wait: joining, being picked and leaving stay in microseconds."""
-    queue = WaitingQueue(Fairness(64))
+    queue = WaitingQueue(Fairness())
     start = perf_counter()
     for number in range(10_000):
         queue.add(make(keys[number % len(keys)], num_prompt_tokens=1))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import trio
 
 from app.cli.progress import Progress
 from engine.bench import measure_speed
+from engine.bench_live import measure_engine_part
+from engine.cost_model import CostModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +30,8 @@ def run_bench(
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = CONTEXTS,
     seconds_per_row: float = 8.0,
+    seconds_for_steps: float = 40.0,
+    seconds_in_engine: float = 20.0,
     json_path: Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> int:
@@ -32,6 +39,8 @@ def run_bench(
 
     Args:
         seconds_per_row: time to spend on each row of the table, about.
+        seconds_for_steps: time to spend on the steps that the cost model is fitted to, about.
+        seconds_in_engine: time to spend on the same inside a running engine, about.
         echo: takes each line of the table.
 
     Raises:
@@ -43,8 +52,16 @@ def run_bench(
         json_path.touch()
     with Progress("Measuring", unit="parts") as progress:
         result = measure_speed(
-            config, batches=batches, contexts=contexts, seconds_per_row=seconds_per_row, report=progress
+            config,
+            batches=batches,
+            contexts=contexts,
+            seconds_per_row=seconds_per_row,
+            seconds_for_steps=seconds_for_steps,
+            report=lambda done, total: progress(done, total + 1),
         )
+        alone = CostModel.from_json(result["cost_model"])
+        whole, fit = trio.run(partial(measure_engine_part, config, alone, seconds_in_engine))
+        result["cost_model"] = {**whole.to_json(), "fit": {**result["cost_model"]["fit"], **fit}}
     for line in table_of(result):
         echo(line)
     if json_path is not None:
@@ -77,4 +94,12 @@ def table_of(result: dict[str, Any]) -> list[str]:
         lines.append("  ".join(cell.rjust(len(name)) for cell, name in zip(cells, HEADER, strict=True)))
     reference = quality["reference_mean_nll"]
     against = "" if reference is None else f"; float32 reference {reference:.4f}"
-    return [*lines, "", f"mean negative log-likelihood of a short text: {quality['mean_nll']:.4f}{against}"]
+    fit = result["cost_model"]["fit"]
+    return [
+        *lines,
+        "",
+        f"mean negative log-likelihood of a short text: {quality['mean_nll']:.4f}{against}",
+        f"cost model: {fit['steps']} steps fitted; error on {fit['held_out_steps']} others "
+        f"{fit['held_out_error_median']:.1%} (median), {fit['held_out_error_p95']:.1%} (p95); "
+        f"inside the engine {fit['stretch']:.2f} times as long",
+    ]

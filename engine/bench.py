@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.batch import ScheduledBatch, Seated
+from engine.bench_steps import measure_cost_model
 from engine.errors import ConfigError
 from engine.machine import Machine, measure_machine, seconds_of
 from engine.memory import available_bytes
@@ -62,6 +63,7 @@ def measure_speed(
     batches: Sequence[int],
     contexts: Sequence[int],
     seconds_per_row: float,
+    seconds_for_steps: float,
     report: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Load the model and measure it.
@@ -70,10 +72,11 @@ def measure_speed(
         batches: numbers of sequences.
         contexts: tokens each sequence has in the cache.
         seconds_per_row: time to spend on each pair of both, about.
+        seconds_for_steps: time to spend on the steps that the cost model is fitted to, about.
         report: called with (done, total) parts of the work.
 
     Returns:
-        machine, model, dtype, rows and quality, ready to be written as JSON.
+        machine, model, dtype, rows, quality and cost_model, ready to be written as JSON.
 
     Raises:
         ConfigError: a context is longer than the model's, or does not fit in memory.
@@ -86,13 +89,21 @@ def measure_speed(
         raise TypeError(f"cannot measure a {type(runner).__name__}")
     if max(contexts) + MAX_ROUNDS + 2 > model.max_model_len:
         raise ConfigError(f"The model knows a context of {model.max_model_len} tokens; that is too short to measure.")
-    total = len(pairs) + 2
+    total = len(pairs) + 3
     report(0, total)
     machine = measure_machine(runner.model)
     rows = []
     for done, (context, batch) in enumerate(pairs, start=1):
         report(done, total)
         rows.append(measure_row(runner, machine, batch=batch, context=context, seconds=seconds_per_row))
+    report(total - 2, total)
+    cost_model, fit = measure_cost_model(
+        runner,
+        num_seats=config.max_num_seqs,
+        token_budget=config.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        seconds=seconds_for_steps,
+    )
     report(total - 1, total)
     quality = measure_quality(runner, model.tokenizer, model.max_model_len)
     report(total, total)
@@ -103,6 +114,7 @@ def measure_speed(
         "dtype": model.dtype,
         "rows": [asdict(row) for row in rows],
         "quality": quality,
+        "cost_model": {**cost_model.to_json(), "fit": fit},
     }
 
 

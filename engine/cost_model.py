@@ -2,8 +2,8 @@
 
     matrix products     a curve over the step's tokens (padding too): flat while the weights are read, then rising
     output head         a curve over the rows that sample
-    attention           per token of context for rows of one token; per pair of tokens, and per token of context, for
-                        longer chunks
+    attention           per token of context for rows of one token; per chunk, per token of context and per pair of
+                        tokens for rows of more
     the engine          per step and per row: planning, the hop to the other thread and back
 
 The parts are fitted to measured steps by `relevo bench`, or follow from the data sheet of a machine (`of_machine`).
@@ -29,6 +29,7 @@ SECONDS = (
     "decode_token_seconds",
     "prefill_pair_seconds",
     "prefill_context_seconds",
+    "chunk_seconds",
     "row_seconds",
     "engine_step_seconds",
     "engine_row_seconds",
@@ -43,16 +44,18 @@ class StepShape(NamedTuple):
         num_rows: rows.
         num_samples: rows that draw a token.
         decode_context: tokens of context of the rows that compute one token, together.
-        prefill_pairs: (query, key) pairs of the rows that compute more.
+        num_chunks: rows that compute more.
         prefill_context: tokens of context of those, together.
+        prefill_pairs: (query, key) pairs of those. Only a chunk that nothing precedes is spared its upper triangle.
     """
 
     num_tokens: int
     num_rows: int
     num_samples: int
     decode_context: int
-    prefill_pairs: int
-    prefill_context: int
+    num_chunks: int = 0
+    prefill_context: int = 0
+    prefill_pairs: int = 0
 
 
 def shape_of(batch: ScheduledBatch) -> StepShape:
@@ -66,13 +69,15 @@ def shape_of(batch: ScheduledBatch) -> StepShape:
     num_tokens, num_rows = sum(counts), len(counts)
     context = sum(starts) + num_tokens
     if num_tokens == num_rows:
-        return StepShape(num_tokens, num_rows, num_samples, context, 0, 0)
-    pairs = prefill_context = 0
+        return StepShape(num_tokens, num_rows, num_samples, context)
+    num_chunks = pairs = prefill_context = 0
     for start, count in zip(starts, counts, strict=True):
         if count > 1:
-            pairs += count * start + count * (count + 1) // 2
+            num_chunks += 1
             prefill_context += start + count
-    return StepShape(num_tokens, num_rows, num_samples, context - prefill_context, pairs, prefill_context)
+            pairs += count * (start + count) if start else count * (count + 1) // 2
+    decode_context = context - prefill_context
+    return StepShape(num_tokens, num_rows, num_samples, decode_context, num_chunks, prefill_context, pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ class CostModel:
     decode_token_seconds: float = 0.0
     prefill_pair_seconds: float = 0.0
     prefill_context_seconds: float = 0.0
+    chunk_seconds: float = 0.0
     row_seconds: float = 0.0
     engine_step_seconds: float = 0.0
     engine_row_seconds: float = 0.0
@@ -122,6 +128,7 @@ class CostModel:
             + self.head.at(shape.num_samples)
             + self.row_seconds * shape.num_rows
             + self.decode_token_seconds * shape.decode_context
+            + self.chunk_seconds * shape.num_chunks
             + self.prefill_pair_seconds * shape.prefill_pairs
             + self.prefill_context_seconds * shape.prefill_context
         )

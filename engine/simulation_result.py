@@ -17,6 +17,7 @@ class RequestTimes(NamedTuple):
         arrival, seated, first_token, finished: when that happened.
         num_output_tokens: of its answer; fewer than asked for where the usable capacity ended it.
         num_preemptions: how often it lost its seat.
+        num_slow_gaps: gaps between its tokens that were longer than the one that was asked about.
     """
 
     item: int
@@ -26,6 +27,7 @@ class RequestTimes(NamedTuple):
     finished: float
     num_output_tokens: int
     num_preemptions: int
+    num_slow_gaps: int
 
 
 class RecordedStep(NamedTuple):

@@ -45,6 +45,7 @@ def simulate(
     enable_prefix_caching: bool = True,
     max_waiting: int | None = None,
     declared_max_tokens: bool = True,
+    slow_gap_seconds: float | None = None,
     num_recorded_steps: int = 0,
     jump: bool = True,
 ) -> SimulationResult:
@@ -56,6 +57,7 @@ def simulate(
         max_waiting: requests that may wait; the next is refused. `None` is no limit.
         declared_max_tokens: each request asks for the workload's longest answer and ends by a stop token, as clients'
             do; else it asks for exactly the length of its own.
+        slow_gap_seconds: count each request's gaps between tokens that are longer.
         num_recorded_steps: steps to record, from the first.
         jump: pass steady stretches in one go. The result is the same without, only later.
 
@@ -82,6 +84,7 @@ def simulate(
         open_loop=open_loop,
         max_waiting=math.inf if max_waiting is None else max_waiting,
         declared_max_tokens=declared_max_tokens,
+        slow_gap_seconds=slow_gap_seconds,
         num_recorded_steps=num_recorded_steps,
         jump=jump,
     )
@@ -101,6 +104,7 @@ class _Simulation:
         open_loop: bool,
         max_waiting: float,
         declared_max_tokens: bool,
+        slow_gap_seconds: float | None,
         num_recorded_steps: int,
         jump: bool,
     ) -> None:
@@ -110,6 +114,10 @@ class _Simulation:
         self._open_loop = open_loop
         self._max_waiting = max_waiting
         self._declared_max_tokens = declared_max_tokens
+        self._slow_gap_seconds = slow_gap_seconds
+        # Sequence id to when its last token came, and how many came late.
+        self._last_token: dict[int, float] = {}
+        self._num_slow_gaps: dict[int, int] = {}
         self._num_recorded_steps = num_recorded_steps
         self._jumps = jump
         # The scheduler looks at the head of its queue alone; the rest waits here, as numbers rather than tokens.
@@ -143,6 +151,8 @@ class _Simulation:
             self._now += seconds
             self._num_steps += 1
             update = scheduler.update(batch, StepOutput(batch.step, self._draw(batch)), self._now)
+            if self._slow_gap_seconds is not None:
+                self._count_slow_gaps([sequence_id for sequence_id, _ in update.tokens], self._slow_gap_seconds)
             for ending in update.endings:
                 self._end(ending.sequence_id)
             if self._jumps and self._num_steps >= self._num_recorded_steps and is_steady(scheduler, batch, update):
@@ -221,6 +231,7 @@ class _Simulation:
     def _end(self, sequence_id: int) -> None:
         sequence = self._live.pop(sequence_id)
         del self._ends_at[sequence_id]
+        self._last_token.pop(sequence_id, None)
         if sequence.first_seated_time is None or sequence.first_token_time is None:
             raise RuntimeError(f"request {sequence_id} ended as {sequence.finish_reason} before its first token")
         self._requests.append(
@@ -232,6 +243,7 @@ class _Simulation:
                 finished=self._now,
                 num_output_tokens=sequence.num_output_tokens,
                 num_preemptions=sequence.num_preemptions,
+                num_slow_gaps=self._num_slow_gaps.pop(sequence_id, 0),
             )
         )
 
@@ -249,7 +261,7 @@ class _Simulation:
         running, padding = scheduler.running, batch.padding
         num_rows = len(running) + len(padding)
         context = sum([len(s.token_ids) for s in running]) + sum([row.start + 1 for row in padding])
-        first = self._cost.seconds(StepShape(num_rows, num_rows, num_rows, context, 0, 0))
+        first = self._cost.seconds(StepShape(num_rows, num_rows, num_rows, context))
         growth = len(running) * self._cost.decode_token_seconds
 
         def seconds(steps: int) -> float:
@@ -262,8 +274,30 @@ class _Simulation:
                 low, high = (low, middle) if self._now + seconds(middle) >= arrival else (middle, high)
             num_steps = high
         repeat(scheduler, batch, num_steps, ORDINARY)
+        if self._slow_gap_seconds is not None:
+            self._count_slow_gaps_of_jump(first, growth, num_steps, self._slow_gap_seconds)
         self._now += seconds(num_steps)
         self._num_steps += num_steps
+
+    def _count_slow_gaps(self, sequence_ids: list[int], limit: float) -> None:
+        """These got a token now."""
+        last_token, now = self._last_token, self._now
+        for sequence_id in sequence_ids:
+            if now - last_token.get(sequence_id, now) > limit:
+                self._num_slow_gaps[sequence_id] = self._num_slow_gaps.get(sequence_id, 0) + 1
+            last_token[sequence_id] = now
+
+    def _count_slow_gaps_of_jump(self, first: float, growth: float, num_steps: int, limit: float) -> None:
+        """Everybody who runs gets a token in each of these steps, which last `first`, `first + growth`, and so on."""
+        start = self._now
+        num_slow = sum([1 for step in range(1, num_steps) if first + growth * step > limit])
+        end = start + num_steps * first + growth * (num_steps * (num_steps - 1) // 2)
+        for sequence in self._scheduler.running:
+            sequence_id = sequence.sequence_id
+            late = num_slow + (start + first - self._last_token[sequence_id] > limit)
+            if late:
+                self._num_slow_gaps[sequence_id] = self._num_slow_gaps.get(sequence_id, 0) + late
+            self._last_token[sequence_id] = end
 
     def _record(self, batch: ScheduledBatch, seconds: float) -> None:
         columns = zip(batch.seats, batch.sequence_ids, batch.decodes, batch.counts, strict=True)

@@ -9,6 +9,7 @@ import pytest
 
 from app.bench import run_bench
 from engine.config import EngineConfig
+from engine.cost_model import CostModel, StepShape, read_cost_model
 from engine.errors import ConfigError
 from tests.tiny_models import make_config, make_tensors, write_gguf
 
@@ -31,6 +32,8 @@ def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
         batches=(1, 5),
         contexts=(20, 33),
         seconds_per_row=0.0,
+        seconds_for_steps=0.0,
+        seconds_in_engine=0.0,
         json_path=target,
         echo=lines.append,
     )
@@ -46,7 +49,15 @@ def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
     assert result["machine"]["threads"] == 1
     assert result["quality"]["mean_nll"] > 0
     assert result["quality"]["reference_mean_nll"] is None  # known for the built-in model alone
-    assert len(lines) == 10
+    fit = result["cost_model"]["fit"]
+    assert fit["steps"] >= 40
+    assert fit["engine_steps"] >= 30
+    assert all(fit[name] >= 0 for name in ("held_out_error_median", "held_out_error_p95", "stretch"))
+    model = read_cost_model(target)
+    assert model == CostModel.from_json(result["cost_model"])
+    assert model.engine_step_seconds + model.engine_row_seconds > 0
+    assert model.seconds(StepShape(4, 4, 4, 100)) > 0
+    assert len(lines) == 11
     assert {len(line) for line in lines[3:8]} == {len(lines[3])}
 
 

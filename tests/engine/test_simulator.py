@@ -83,6 +83,14 @@ def test_times_of_one_request() -> None:
     assert (request.num_output_tokens, request.num_preemptions) == (3, 0)
 
 
+def test_gaps_that_are_longer_than_asked_about_are_counted() -> None:
+    """A long prompt is read beside the first request's answer: each of its three whole chunks makes a gap long."""
+    workload = workload_of((0.0, 1, 30), (0.1, 100, 1))
+    first, second = sorted(play(workload, slow_gap_seconds=0.03).requests)
+    assert (first.num_slow_gaps, second.num_slow_gaps) == (3, 0)
+    assert sorted(play(workload).requests)[0].num_slow_gaps == 0
+
+
 def test_an_answer_ends_where_the_capacity_does() -> None:
     (request,) = play(workload_of((0.0, 10, 50)), max_model_len=20).requests
     assert request.num_output_tokens == 11
@@ -161,6 +169,7 @@ def test_jumping_gives_what_single_steps_give(
         "open_loop": open_loop,
         "max_waiting": max_waiting,
         "declared_max_tokens": declared,
+        "slow_gap_seconds": 0.021,
     }
     jumped, single = (play(workload_of(*items), jump=jump, **run) for jump in (True, False))
     assert jumped.num_steps == single.num_steps

@@ -1,0 +1,132 @@
+"""Measures what a step costs inside a running engine: planning, the hop to the torch thread and back, a busy loop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import trio
+
+from engine.cost_fit import fit_engine_part, relative_errors
+from engine.cost_model import shape_of
+from engine.engine import open_engine
+from engine.handle import GenerationRequest, TokensPrompt
+from engine.sequence import SamplingParams
+from engine.startup import load_model
+from engine.workload import choose_factor, generate, scaled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.batch import ScheduledBatch, StepOutput
+    from engine.config import EngineConfig
+    from engine.cost_model import CostModel, StepShape
+    from engine.engine import Engine
+    from engine.loaded import LoadedModel
+    from engine.stepper import Runner
+    from engine.workload import Workload
+
+MIN_STEPS, NUM_DROPPED = 40, 10
+MEAN_TOKENS = 200  # of a request: short enough to see many of them begin and end
+NUM_REQUESTS = 2000
+POLL_SECONDS = 0.05
+
+
+class TimedRunner:
+    """Notes when each step begins and ends."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.shapes: list[StepShape] = []
+        self.times: list[tuple[float, float]] = []
+
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        """Compute the batch."""
+        begin = time.perf_counter()
+        output = self._runner.execute(batch)
+        self.times.append((begin, time.perf_counter()))
+        self.shapes.append(shape_of(batch))
+        return output
+
+
+async def measure_engine_part(
+    config: EngineConfig, model: CostModel, seconds: float
+) -> tuple[CostModel, dict[str, Any]]:
+    """Keep an engine busy for a while and fit the part of a step that is its own.
+
+    Every seat is taken all the time, by requests like those of the Azure conversation trace.
+
+    Returns:
+        The whole cost model, and how it fits: `engine_steps` seen, `stretch` of the executions against those measured
+        alone, `engine_step_error_median` of each execution, and `engine_error` of all the time together.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
+    runners: list[TimedRunner] = []
+
+    def load(config: EngineConfig) -> LoadedModel:
+        loaded = load_model(config)
+        runners.append(TimedRunner(loaded.runner))
+        return replace(loaded, runner=runners[0])
+
+    async with open_engine(replace(config, policy="continuous"), load=load) as engine:
+        workload = _short(engine.model.context_length)
+        indices = iter(range(NUM_REQUESTS))
+        async with trio.open_nursery() as nursery:
+            # A few more than there are seats, so that somebody always waits.
+            for _ in range(config.max_num_seqs + min(4, config.max_waiting)):
+                nursery.start_soon(_ask, engine, workload, indices)
+            end = trio.current_time() + seconds
+            while trio.current_time() < end or len(runners[0].times) < MIN_STEPS + NUM_DROPPED:
+                await trio.sleep(POLL_SECONDS)
+                if not nursery.child_tasks:
+                    break  # a fast machine: all requests were answered
+            shapes, times = list(runners[0].shapes), list(runners[0].times)
+            nursery.cancel_scope.cancel()
+        engine.abort_all("shutdown")
+        await engine.wait_idle()
+    return _fitted(model, shapes[NUM_DROPPED:], times[NUM_DROPPED : len(shapes)])
+
+
+def _fitted(
+    model: CostModel, shapes: list[StepShape], times: list[tuple[float, float]]
+) -> tuple[CostModel, dict[str, Any]]:
+    begins, ends = (np.array(column) for column in zip(*times, strict=True))
+    executions, gaps = (ends - begins)[:-1], begins[1:] - ends[:-1]
+    alone = sum([model.execute_seconds(shape) for shape in shapes[:-1]])
+    whole = fit_engine_part(model, shapes[:-1], executions, gaps)
+    errors = np.abs(relative_errors(whole, shapes[:-1], executions.tolist()))
+    predicted = sum([whole.seconds(shape) for shape in shapes[:-1]])
+    return whole, {
+        "engine_steps": len(gaps),
+        "stretch": float(executions.sum()) / alone,
+        "engine_step_error_median": float(np.median(errors)),
+        "engine_error": predicted / float(executions.sum() + gaps.sum()) - 1.0,
+    }
+
+
+def _short(context: int) -> Workload:
+    """Requests of `MEAN_TOKENS` on average, or as long as fit."""
+    whole = generate("azure-conversation", NUM_REQUESTS, seed=1)
+    factor = max(choose_factor(whole, context), choose_factor(whole, context, MEAN_TOKENS * NUM_REQUESTS))
+    return scaled(whole, factor, context)
+
+
+async def _ask(engine: Engine, workload: Workload, indices: Iterator[int]) -> None:
+    """One request after the other, until there are no more."""
+    for index in indices:
+        item = workload.items[index]
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=item.num_output_tokens,
+            min_tokens=item.num_output_tokens,
+            stop_token_ids=engine.tokenizer.stop_token_ids,
+        )
+        prompt = TokensPrompt(workload.prompt_token_ids(index, engine.tokenizer.vocab_size))
+        handle = engine.submit(GenerationRequest(f"bench-{index}", prompt, params))
+        await handle.accepted()
+        while (await handle.take()).finish_reason is None:
+            pass

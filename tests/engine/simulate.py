@@ -52,13 +52,23 @@ class Simulation:
             replace(now, max_num_seqs=max_num_seqs, max_num_batched_tokens=token_budget, **limits)
         )
 
-    def add(self, num_prompt_tokens: int, max_tokens: int | None, **params: object) -> Sequence:
+    def add(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        *,
+        key_name: str = "",
+        background: bool = False,
+        priority: int = 0,
+        **params: Any,
+    ) -> Sequence:
         prompt = tuple((len(self.sequences) * 7 + i * 3) % 256 for i in range(num_prompt_tokens))
-        return self.add_prompt(prompt, SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
+        asked = {"key_name": key_name, "background": background, "priority": priority}
+        return self.add_prompt(prompt, SamplingParams(max_tokens=max_tokens, **params), **asked)
 
-    def add_prompt(self, prompt: tuple[int, ...], params: SamplingParams, cache_root: str = "") -> Sequence:
+    def add_prompt(self, prompt: tuple[int, ...], params: SamplingParams, **asked: Any) -> Sequence:
         sequence_id = next(self._ids)
-        sequence = Sequence(sequence_id, f"r{sequence_id}", prompt, params, arrival_time=0.0, cache_root=cache_root)
+        sequence = Sequence(sequence_id, f"r{sequence_id}", prompt, params, arrival_time=0.0, **asked)
         self.scheduler.add(sequence)
         self.sequences[sequence_id] = sequence
         self.outputs[sequence_id] = []

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.scheduler import MAX_OVERTAKEN
-from engine.sequence import FinishReason, SamplingParams
+from engine.sequence import FinishReason, SamplingParams, Sequence
 from tests.engine.simulate import Simulation
 from tests.fakes import expected_output
 
 MAX_EMPTY_STEPS = 2
+POLICIES = ["continuous", "static", "static_dropped", "dynamic"]
+ADMISSIONS = ["on_demand", "reserve", "predicted"]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -24,7 +26,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4, 16]),
         max_model_len=st.integers(4, 100),
         enable_prefix_caching=st.booleans(),
-        admission=st.sampled_from(["on_demand", "reserve", "predicted"]),
+        policy=st.sampled_from(POLICIES),
+        admission=st.sampled_from(ADMISSIONS),
+        delay=st.sampled_from([0.0, 0.5, 1.0]),
     )
     def start(
         self,
@@ -34,7 +38,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size: int,
         max_model_len: int,
         enable_prefix_caching: bool,
+        policy: str,
         admission: str,
+        delay: float,
     ) -> None:
         self.simulation = Simulation(
             max_num_seqs=max_num_seqs,
@@ -44,14 +50,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             num_seats=8,
             enable_prefix_caching=enable_prefix_caching,
+            policy=policy,
             admission=admission,
+            dynamic_max_queue_delay_seconds=delay,
         )
         self.never_preempts = admission == "reserve"
         self.empty_steps = 0
 
-    @rule(length=st.integers(1, 60), max_tokens=st.one_of(st.none(), st.integers(1, 40)))
-    def add(self, length: int, max_tokens: int | None) -> None:
-        self.simulation.add(min(length, self.simulation.scheduler.usable_capacity), max_tokens)
+    @rule(
+        length=st.integers(1, 60),
+        max_tokens=st.one_of(st.none(), st.integers(1, 40)),
+        key_name=st.sampled_from(["", "a", "b"]),
+        background=st.booleans(),
+        priority=st.integers(-1, 1),
+    )
+    def add(self, length: int, max_tokens: int | None, key_name: str, background: bool, priority: int) -> None:
+        length = min(length, self.simulation.scheduler.usable_capacity)
+        self.simulation.add(length, max_tokens, key_name=key_name, background=background, priority=priority)
 
     @rule(
         family=st.integers(0, 2), length=st.integers(1, 60), max_tokens=st.integers(1, 20), root=st.sampled_from("ab")
@@ -73,22 +88,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     def limit(self, max_num_seqs: int, token_budget: int) -> None:
         self.simulation.set_limits(max_num_seqs, token_budget)
 
+    @rule(policy=st.sampled_from(POLICIES), admission=st.sampled_from(ADMISSIONS))
+    def switch(self, policy: str, admission: str) -> None:
+        limits = self.simulation.scheduler.limits
+        self.never_preempts = self.never_preempts and admission == "reserve"
+        self.simulation.set_limits(
+            limits.max_num_seqs, limits.max_num_batched_tokens, policy=policy, admission=admission
+        )
+
     @rule(times=st.integers(1, 12))
     def step(self, times: int) -> None:
         for _ in range(times):
             waited = bool(self.simulation.scheduler.waiting or self.simulation.scheduler.running)
             batch = self.simulation.step()
-            self.empty_steps = self.empty_steps + 1 if waited and not batch.seats else 0
+            self.empty_steps = self.empty_steps + 1 if waited and batch.is_empty else 0
             assert self.empty_steps <= MAX_EMPTY_STEPS
 
     @invariant()
     def nobody_is_overtaken_without_bound(self) -> None:
         if not hasattr(self, "simulation"):
             return
-        seated = [s.sequence_id for s in self.simulation.sequences.values() if s.first_seated_time is not None]
+        seated = [sequence for sequence in self.simulation.sequences.values() if sequence.first_seated_time is not None]
         for sequence in self.simulation.scheduler.waiting:
             if sequence.first_seated_time is None:
-                assert sum(1 for other in seated if other > sequence.sequence_id) <= MAX_OVERTAKEN
+                passed = [s for s in seated if s.sequence_id > sequence.sequence_id and line_of(s) == line_of(sequence)]
+                assert len(passed) <= MAX_OVERTAKEN
 
     def teardown(self) -> None:
         if not hasattr(self, "simulation"):
@@ -104,6 +128,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.finish_reason is FinishReason.LENGTH:
                 room = simulation.scheduler.usable_capacity - sequence.num_prompt_tokens + 1
                 assert len(output) == min(sequence.params.max_tokens or room, room)
+
+
+def line_of(sequence: Sequence) -> tuple[bool, str, int]:
+    """Those of one line are served in the order in which they came."""
+    return sequence.background, sequence.key_name, sequence.priority
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

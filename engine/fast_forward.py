@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def is_closed(scheduler: Scheduler) -> bool:
     """Whether nobody can sit down while those who run go on, whoever comes."""
-    return scheduler.batching.forms_batches or len(scheduler.running) >= scheduler.limits.max_num_seqs
+    return scheduler.batching.forms_batches or scheduler.num_running >= scheduler.limits.max_num_seqs
 
 
 def is_steady(scheduler: Scheduler, batch: ScheduledBatch, update: StepUpdate) -> bool:
@@ -33,9 +33,10 @@ def is_steady(scheduler: Scheduler, batch: ScheduledBatch, update: StepUpdate) -
     if any([len(s.token_ids) - s.num_computed_tokens != 1 or s.first_token_time is None for s in running]):
         return False
     if scheduler.batching.forms_batches:
-        # Whoever has ended becomes a row of padding in the next step; newcomers may owe padding of their prompts.
-        return not update.endings and not batch.seated and all([row.samples for row in batch.padding])
-    if not scheduler.waiting or is_closed(scheduler):
+        # Whoever came or went changes the padding of the next step.
+        same = not update.endings and not batch.seated and not batch.preempted
+        return same and all([row.samples for row in batch.padding])
+    if not scheduler.num_waiting or is_closed(scheduler):
         return True
     # Somebody waits beside free seats. If there was no room for him in this step there is none in the next: what
     # those who run have, and what is promised to them, only grows until one of them ends.

@@ -183,12 +183,12 @@ class _Simulation:
         while self._arrival(self._next) <= self._now:
             if self._workload.items[self._next].num_prompt_tokens > self._scheduler.usable_capacity:
                 self._failed.append(self._next)
-            elif len(self._backlog) + len(self._scheduler.waiting) >= self._max_waiting:
+            elif len(self._backlog) + self._scheduler.num_waiting >= self._max_waiting:
                 self._refused.append(self._next)
             else:
                 self._backlog.append(self._next)
             self._next += 1
-        while self._backlog and len(self._scheduler.waiting) < self._window:
+        while self._backlog and self._scheduler.num_waiting < self._window:
             self._add(self._backlog.popleft())
 
     def _add(self, index: int) -> None:
@@ -210,9 +210,9 @@ class _Simulation:
         opens_at = scheduler.look_again_at
         until = min(self._arrival(self._next), math.inf if opens_at is None else opens_at)
         if until == math.inf:
-            if not scheduler.waiting:
+            if not scheduler.num_waiting:
                 return False
-            raise RuntimeError(f"{len(scheduler.waiting)} wait and nothing moves")
+            raise RuntimeError(f"{scheduler.num_waiting} wait and nothing moves")
         until = max(until, self._now)
         self._idle_seconds += until - self._now
         self._now = until
@@ -251,7 +251,7 @@ class _Simulation:
         """Pass the steps up to the next in which something is decided: an ending, a lack of blocks, an arrival."""
         scheduler = self._scheduler
         arrival = self._arrival(self._next)
-        if is_closed(scheduler) or len(scheduler.waiting) > scheduler.limits.max_num_seqs + MAX_SKIPPED:
+        if is_closed(scheduler) or scheduler.num_waiting > scheduler.limits.max_num_seqs + MAX_SKIPPED:
             arrival = math.inf  # whoever comes stands behind those that are looked at
         if arrival <= self._now:
             return

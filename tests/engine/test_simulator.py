@@ -143,6 +143,9 @@ ITEMS = st.lists(st.tuples(st.floats(0.0, 0.4), st.integers(1, 60), st.integers(
     st.booleans(),
 )
 @example([(0.0, 40, 60)] * 12, "continuous", "on_demand", 6, 8, 30, True, False, None, True)
+@example(
+    [(0.0, 1, 1), (0.0, 1, 1), (0.0, 45, 39), (0.0, 2, 36)], "static", "on_demand", 4, 3, 30, False, False, None, False
+)
 def test_jumping_gives_what_single_steps_give(
     gaps: list[tuple[float, int, int]],
     policy: str,

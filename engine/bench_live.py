@@ -60,7 +60,8 @@ async def measure_engine_part(
 
     Returns:
         The whole cost model, and how it fits: `engine_steps` seen, `stretch` of the executions against those measured
-        alone, `engine_step_error_median` of each execution, and `engine_error` of all the time together.
+        alone, and `engine_step_error_median` of each execution; `engine_error` is that of the time of every other
+        step, all together, where the model is fitted to the rest.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -95,16 +96,15 @@ def _fitted(
     model: CostModel, shapes: list[StepShape], times: list[tuple[float, float]]
 ) -> tuple[CostModel, dict[str, Any]]:
     begins, ends = (np.array(column) for column in zip(*times, strict=True))
-    executions, gaps = (ends - begins)[:-1], begins[1:] - ends[:-1]
-    alone = sum([model.execute_seconds(shape) for shape in shapes[:-1]])
-    whole = fit_engine_part(model, shapes[:-1], executions, gaps)
-    errors = np.abs(relative_errors(whole, shapes[:-1], executions.tolist()))
-    predicted = sum([whole.seconds(shape) for shape in shapes[:-1]])
+    shapes, executions, gaps = shapes[:-1], (ends - begins)[:-1], begins[1:] - ends[:-1]
+    whole = fit_engine_part(model, shapes, executions, gaps)
+    half = fit_engine_part(model, shapes[::2], executions[::2], gaps[::2])
+    predicted, seen = sum([half.seconds(shape) for shape in shapes[1::2]]), (executions + gaps)[1::2].sum()
     return whole, {
         "engine_steps": len(gaps),
-        "stretch": float(executions.sum()) / alone,
-        "engine_step_error_median": float(np.median(errors)),
-        "engine_error": predicted / float(executions.sum() + gaps.sum()) - 1.0,
+        "stretch": float(executions.sum()) / sum([model.execute_seconds(shape) for shape in shapes]),
+        "engine_step_error_median": float(np.median(np.abs(relative_errors(whole, shapes, executions.tolist())))),
+        "engine_error": predicted / float(seen) - 1.0,
     }
 
 

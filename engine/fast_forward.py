@@ -59,7 +59,8 @@ def num_steady_steps(scheduler: Scheduler, ends_at: Mapping[int, int]) -> int:
         # The step that computes a token allocates for it: the last token drawn has no place yet.
         return sum([max(0, -(-(len(s.token_ids) + steps - 1) // size) - len(s.block_ids)) for s in running])
 
-    if num_steps <= 0 or needed(num_steps) <= available:
+    # First what is quick to see: nobody needs more than one block beside those that the new tokens fill.
+    if len(running) * (num_steps // size + 1) <= available or needed(num_steps) <= available:
         return max(0, num_steps)
     low, high = 0, num_steps  # enough blocks for `low`, too few for `high`
     while high - low > 1:
@@ -81,7 +82,8 @@ def repeat(scheduler: Scheduler, batch: ScheduledBatch, num_steps: int, token_id
     tokens = [token_id] * num_steps
     for sequence in running:
         num_tokens = len(sequence.token_ids) + num_steps
-        if kv_cache.allocate(sequence, num_tokens - 1) is None:
+        short = num_tokens - 1 > len(sequence.block_ids) * kv_cache.block_size
+        if short and kv_cache.allocate(sequence, num_tokens - 1) is None:
             raise RuntimeError(f"no blocks for {num_steps} steps of sequence {sequence.sequence_id}")
         sequence.token_ids.extend(tokens)
         sequence.num_computed_tokens = num_tokens - 1

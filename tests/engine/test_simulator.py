@@ -129,7 +129,7 @@ def test_reserving_what_clients_ask_for_wastes_more_than_reserving_what_they_get
 ITEMS = st.lists(st.tuples(st.floats(0.0, 0.4), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=30)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     ITEMS,
     st.sampled_from(["continuous", "static", "static_dropped", "dynamic"]),

@@ -175,23 +175,28 @@ async def test_a_live_switch_waits_for_those_who_run_and_loses_nobody(autojump_c
         assert engine.limits.policy == "continuous"
 
 
+@pytest.mark.parametrize("token_budget", [5, 16, 64])
+@pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_padding_changes_no_token_of_the_model(policy: str) -> None:
-    """The runner computes the padding beside the rows, and writes none of it where others read."""
+def test_no_pair_of_policies_changes_a_token_of_the_model(policy: str, admission: str, token_budget: int) -> None:
+    """In float32, greedy and drawn: padding is computed beside the rows, and written where nobody reads."""
     checkpoint = make_checkpoint()
     simulation = Simulation(
         max_num_seqs=4,
-        token_budget=16,
-        num_blocks=64,
-        max_model_len=128,
+        token_budget=token_budget,
+        num_blocks=24,
+        max_model_len=96,
         num_seats=4,
         policy=policy,
-        runner=make_runner(checkpoint, num_blocks=64),
+        admission=admission,
+        enable_prefix_caching=token_budget != 16,
+        runner=make_runner(checkpoint, num_blocks=24),
     )
-    alone = Simulation(max_num_seqs=1, num_blocks=64, max_model_len=128, runner=make_runner(checkpoint, num_blocks=64))
+    alone = Simulation(max_num_seqs=1, num_blocks=24, max_model_len=96, runner=make_runner(checkpoint, num_blocks=24))
     for each in (simulation, alone):
-        for number in range(10):
-            each.add(1 + number * 11 % 30, 1 + number * 5 % 12, temperature=0.0)
+        for number in range(12):
+            temperature = 0.0 if number % 3 else 0.8
+            each.add(1 + number * 11 % 30, 1 + number * 5 % 30, temperature=temperature, seed=number)
         each.run()
     assert simulation.outputs == alone.outputs
 

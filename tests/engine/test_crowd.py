@@ -35,9 +35,18 @@ def small_pool_runner(checkpoint: Checkpoint) -> ModelRunner:
     return runner
 
 
-@pytest.mark.parametrize("token_budget", [16, 64, 512])
+@pytest.mark.parametrize(
+    ("token_budget", "policy", "admission"),
+    [
+        (16, "continuous", "on_demand"),
+        (64, "continuous", "on_demand"),
+        (512, "continuous", "on_demand"),
+        (64, "static", "reserve"),
+        (64, "dynamic", "predicted"),
+    ],
+)
 def test_all_twelve_prompts_among_strangers(
-    token_budget: int, small_pool_runner: ModelRunner, reference: dict[str, Any]
+    token_budget: int, policy: str, admission: str, small_pool_runner: ModelRunner, reference: dict[str, Any]
 ) -> None:
     simulation = Simulation(
         max_num_seqs=16,
@@ -46,6 +55,9 @@ def test_all_twelve_prompts_among_strangers(
         block_size=BLOCK_SIZE,
         max_model_len=512,
         runner=small_pool_runner,
+        policy=policy,
+        admission=admission,
+        enable_prefix_caching=admission != "predicted",
     )
     wanted = {}
     for number, case in enumerate(reference["greedy"]):
@@ -56,7 +68,7 @@ def test_all_twelve_prompts_among_strangers(
             stranger = tuple((number * 131 + i * 17) % 40_000 + 20 for i in range(5 + 7 * number))
             simulation.add_prompt(stranger, SamplingParams(temperature=1.0, seed=number, max_tokens=16, min_tokens=16))
     simulation.run()
-    assert simulation.scheduler.counters.num_preemptions > 0
+    assert simulation.scheduler.counters.num_preemptions > 0 or policy != "continuous"
     for sequence_id, output_ids in wanted.items():
         assert simulation.outputs[sequence_id] == output_ids
 

@@ -111,6 +111,7 @@ class KVCache:
         block_ids = self.pool.allocate(missing)
         if block_ids is not None:
             sequence.block_ids.extend(block_ids)
+            sequence.room = len(sequence.block_ids) * self.block_size
         return block_ids
 
     def remember(self, sequence: Sequence) -> None:
@@ -129,6 +130,7 @@ class KVCache:
         """Give back everything the sequence holds."""
         self.pool.free(sequence.block_ids)
         sequence.block_ids.clear()
+        sequence.room = 0
         sequence.num_remembered_blocks = 0
 
     @property

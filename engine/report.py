@@ -125,6 +125,8 @@ class Report:
             },
             counters={
                 "num_preemptions": scheduler.counters.num_preemptions,
+                "recomputed_tokens": scheduler.counters.num_recomputed_tokens,
+                "padding_tokens": scheduler.counters.num_padding_tokens,
                 "prompt_tokens": stats.num_prompt_tokens,
                 "generation_tokens": stats.num_output_tokens,
                 "prefix_cache_queries": scheduler.counters.num_queried_tokens,

@@ -73,6 +73,7 @@ class Sequence:
         num_tokens_thrown_away: computed tokens that the last preemption discarded, until it is resumed.
         num_prompt_tokens_read: how much of the prompt was ever computed; a preemption does not lower it.
         end_length: the number of tokens at which it ends with `LENGTH`; set by the scheduler.
+        room: tokens that its blocks hold.
         seat: the row of the batch it holds while running, else -1.
         last_step: the last step it took part in, else -1.
         arrival_time: seconds on the engine's clock.
@@ -110,6 +111,7 @@ class Sequence:
     first_seated_time: float | None = None
     first_token_time: float | None = None
     block_ids: list[int] = field(default_factory=list)
+    room: int = 0
     cache_root: Hashable = ""
     cache_parent: Hashable = ""
     num_cached_tokens: int = 0

@@ -68,10 +68,14 @@ def count_groups(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Totals since the start, in groups of (name, number, level)."""
     requests = snapshot["requests"]
     finished, rejected = requests["finished_by_reason"], requests["rejected_by_reason"]
+    slots = snapshot["kv_waste"]
+    waste = slots["unwritten_slots"] / slots["set_aside_slots"] if slots["set_aside_slots"] else None
     work = [
         ("preemptions", numbers.count(snapshot["preemptions"]), "warn" if snapshot["preemptions"] else ""),
         ("tokens computed again", numbers.count(snapshot["recomputed_tokens"]), ""),
         ("useful rows", str(numbers.percent(snapshot["useful_row_share"])), ""),
+        ("tokens of padding", numbers.count(snapshot["padding"]["tokens"]), ""),
+        ("KV memory never written", str(numbers.percent(waste)), ""),
         ("steps", numbers.count(snapshot["step"]["count"]), ""),
         ("event loop lag", str(numbers.seconds(snapshot.get("loop_lag_seconds"))), ""),
     ]

@@ -51,7 +51,7 @@ def measure_machine(model: LlamaModel) -> Machine:
 
     flops = 2 * PRODUCT_ROWS * config.hidden_size * 2 * config.intermediate_size * len(layers)
     return Machine(
-        processor=_processor(),
+        processor=processor_name(),
         vector_extension=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
@@ -67,7 +67,18 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _processor() -> str:
+def machine_facts(num_threads: int = 0) -> dict[str, str]:
+    """What the machine is, in words, without measuring it; 0 threads are as many as torch takes by itself."""
+    return {
+        "processor": processor_name(),
+        "vector_extension": torch.backends.cpu.get_cpu_capability(),
+        "threads": f"{num_threads or torch.get_num_threads()} threads",
+        "torch": f"torch {torch.__version__}",
+    }
+
+
+def processor_name() -> str:
+    """The processor's own name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

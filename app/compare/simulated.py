@@ -1,0 +1,225 @@
+"""The same comparison in virtual time: the server's own scheduler, and a cost model in place of the model."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from app.compare.load import Source
+from app.compare.measure import NUM_PICTURED_STEPS
+from app.compare.rounds import Compared, check_seats
+from app.compare.runs import POLICIES, Answer, Counts, Run
+from app.compare.summary import Setting, summarize
+from engine.cost_model import CostModel, read_cost_model
+from engine.simulator import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from app.compare.options import Options
+    from engine.config import EngineConfig
+    from engine.simulator import RecordedStep, SimulationResult
+    from engine.workload import Workload
+
+DEFAULT_REQUESTS: Final = 2_000
+MAX_TRACE_REQUESTS: Final = 1_000_000
+CONTEXT_LENGTH: Final = 8192  # SmolLM2's
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is simulated.
+
+    Attributes:
+        described: facts about it, for the reader.
+        context_length: of the model, in tokens.
+        num_blocks: of KV memory.
+    """
+
+    cost_model: CostModel
+    described: Mapping[str, Any]
+    model: str
+    dtype: str
+    context_length: int
+    num_blocks: int
+
+
+def measured_machine(path: Path, config: EngineConfig, *, kv_bytes_per_token: float) -> Machine:
+    """The machine and model that `relevo bench` measured.
+
+    Raises:
+        ConfigError: the file holds no cost model, or the memory no block.
+    """
+    cost_model = read_cost_model(path)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    bench = data if isinstance(data.get("machine"), dict) else {}
+    return _machine(
+        config,
+        cost_model,
+        described={"cost_model": path.name, "processor": bench.get("machine", {}).get("processor", "a machine")},
+        model=str(bench.get("model", "a model")),
+        dtype=str(bench.get("dtype", "an unknown dtype")),
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+
+
+def described_machine(
+    config: EngineConfig,
+    *,
+    memory_gb_per_second: float,
+    tflops: float,
+    num_parameters: float,
+    bytes_per_weight: float,
+    kv_bytes_per_token: float,
+) -> Machine:
+    """A machine by the two rates that bound it, and a model by its size.
+
+    Raises:
+        ConfigError: the memory holds no block.
+    """
+    cost_model = CostModel.of_machine(
+        memory_gb_per_second=memory_gb_per_second,
+        tflops=tflops,
+        num_parameters=num_parameters,
+        bytes_per_weight=bytes_per_weight,
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+    return _machine(
+        config,
+        cost_model,
+        described={"memory": f"memory {memory_gb_per_second:g} GB/s", "arithmetic": f"{tflops:g} TFLOP/s"},
+        model=f"{num_parameters / 1e9:.3g} billion weights",
+        dtype=f"{bytes_per_weight:g} bytes each",
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+
+
+def _machine(
+    config: EngineConfig,
+    cost_model: CostModel,
+    *,
+    described: Mapping[str, Any],
+    model: str,
+    dtype: str,
+    kv_bytes_per_token: float,
+) -> Machine:
+    """With the blocks of the memory that was given, or as many as all seats can ever use."""
+    context = config.max_model_len or CONTEXT_LENGTH
+    num_blocks = config.max_num_seqs * -(-context // config.block_size)
+    if config.cache_memory_bytes is not None:
+        num_blocks = int(config.cache_memory_bytes / (kv_bytes_per_token * config.block_size))
+    check_seats(config.max_num_seqs, num_blocks)
+    return Machine(cost_model, described, model, dtype, context, num_blocks)
+
+
+def compare_simulated(
+    machine: Machine,
+    config: EngineConfig,
+    options: Options,
+    *,
+    report: Callable[[int, int], object] = lambda _done, _total: None,
+) -> tuple[dict[str, Any], Compared]:
+    """Play the workload through under each policy, once: it would come out the same every time.
+
+    Args:
+        report: told (answers done, answers planned).
+
+    Returns:
+        The figures, and the runs they come from.
+
+    Raises:
+        ConfigError: workload, trace or settings cannot be used.
+    """
+    started = time.monotonic()
+    default = DEFAULT_REQUESTS if options.trace is None else MAX_TRACE_REQUESTS
+    source = Source(options, max_requests=options.requests or default)
+    context = min(machine.context_length, machine.num_blocks * config.block_size)
+    factor = options.factor or source.least_factor(context)
+    workload = source.take(source.max_requests, factor, context)
+    runs = []
+    for number, policy in enumerate(POLICIES, 1):
+        runs.append(_run(policy, workload, machine, config, context, open_loop=options.rate is not None))
+        report(number * len(workload.items), len(POLICIES) * len(workload.items))
+    compared = Compared(runs, workload, time.monotonic() - started)
+    setting = Setting(
+        machine=machine.described,
+        model=machine.model,
+        dtype=machine.dtype,
+        context_length=context,
+        num_blocks=machine.num_blocks,
+        config=config,
+        simulated=True,
+        seconds=compared.seconds,
+    )
+    return summarize(runs, workload, options, setting), compared
+
+
+def _run(
+    policy: str, workload: Workload, machine: Machine, config: EngineConfig, context: int, *, open_loop: bool
+) -> Run:
+    result = simulate(
+        workload,
+        limits=replace(config.limits, policy=policy),
+        num_blocks=machine.num_blocks,
+        block_size=config.block_size,
+        max_model_len=context,
+        cost_model=machine.cost_model,
+        open_loop=open_loop,
+        # Prompts without named blocks have nothing in common: looking them up would only take time.
+        enable_prefix_caching=config.enable_prefix_caching and workload.prefix_block_tokens > 0,
+        num_recorded_steps=NUM_PICTURED_STEPS,
+    )
+    counters = result.counters
+    return Run(
+        policy=policy,
+        round=0,
+        seconds=result.makespan,
+        answers=_answers(result, config.slo.itl_p95_seconds),
+        counts=Counts(
+            steps=result.num_steps,
+            rows=counters.num_rows,
+            padded_rows=counters.num_padding_rows,
+            padding_tokens=counters.num_padding_tokens,
+            preemptions=counters.num_preemptions,
+            recomputed_tokens=counters.num_recomputed_tokens,
+            set_aside_slots=counters.num_set_aside_slots,
+            unwritten_slots=counters.num_unwritten_slots,
+        ),
+        table=_table(result.steps, config.max_num_batched_tokens),
+    )
+
+
+def _answers(result: SimulationResult, target: float | None) -> tuple[Answer, ...]:
+    """What each request saw; its gaps are taken to be as long as they are on average."""
+    answers = []
+    for request in sorted(result.requests):
+        gaps = request.num_output_tokens - 1
+        mean_gap = (request.finished - request.first_token) / gaps if gaps else 0.0
+        answers.append(
+            Answer(
+                scheduled=request.arrival,
+                submitted=request.arrival,
+                first_token=request.first_token,
+                finished=request.finished,
+                num_output_tokens=request.num_output_tokens,
+                num_slow_gaps=gaps if target is not None and mean_gap > target else 0,
+            )
+        )
+    return tuple(answers)
+
+
+def _table(steps: Sequence[RecordedStep], budget: int) -> list[dict[str, Any]]:
+    """The recorded steps as `/ops/stats.json` has them."""
+    table = []
+    for number, step in enumerate(steps, 1):
+        rows: dict[int, list[Any]] = {}
+        for seat, index, kind, tokens in step.rows:
+            rows.setdefault(seat, [seat, f"r{index + 1}", kind, tokens])
+        preempted = [f"r{index + 1}" for index in step.preempted]
+        table.append(
+            {"step": number, "budget": budget, "generation": 0, "rows": list(rows.values()), "preempted": preempted}
+        )
+    return table

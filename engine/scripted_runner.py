@@ -1,0 +1,55 @@
+"""A runner whose answers are as long as they are told to be, for measuring: the work is real, the endings are scripted.
+
+A measurement wants answers whose lengths are those of a workload, and every policy must be given the same ones. So the
+length travels with the request as `min_tokens`: before it the sampler holds the stop tokens back, and the token after
+it is replaced by one. Everything else is the wrapped runner's own work, paid in full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.batch import ScheduledBatch, StepOutput
+    from engine.stepper import Runner
+
+
+class ScriptedRunner:
+    """Ends each answer at `min_tokens + 1` tokens, by a stop token.
+
+    Args:
+        runner: does the work.
+        on_step: told about each batch after it was computed, on the thread that computes.
+    """
+
+    def __init__(self, runner: Runner, on_step: Callable[[ScheduledBatch], None] | None = None) -> None:
+        self._runner = runner
+        self._on_step = on_step
+        # Seat to (where the last token of the answer stands in its sequence, the token that ends it).
+        self._endings: dict[int, tuple[int, int]] = {}
+
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        """Compute the batch; rows that reach their last token get a stop token for the one that was drawn."""
+        for seated in batch.seated:
+            last = seated.num_prompt_tokens + seated.params.min_tokens
+            if not seated.params.stop_token_ids:
+                raise ValueError(f"sequence {seated.sequence_id} has no stop token to end with")
+            self._endings[seated.seat] = (last, min(seated.params.stop_token_ids))
+        output = self._runner.execute(batch)
+        if self._on_step is not None:
+            self._on_step(batch)
+        return self._with_endings(batch, output)
+
+    def _with_endings(self, batch: ScheduledBatch, output: StepOutput) -> StepOutput:
+        columns = zip(batch.seats, batch.starts, batch.counts, batch.samples, strict=True)
+        ends: dict[int, int] = {}
+        for row, (seat, start, count, samples) in enumerate(columns):
+            last, stop_token_id = self._endings[seat]
+            if samples and start + count == last and row not in output.failures:
+                ends[row] = stop_token_id
+        if not ends:
+            return output
+        return replace(output, token_ids=tuple([ends.get(row, i) for row, i in enumerate(output.token_ids)]))

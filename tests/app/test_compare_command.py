@@ -1,0 +1,164 @@
+"""`relevo compare` as a command: wrong use, the simulator, and a tiny real model from end to end."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from app.cli import main
+from app.compare.load import Source
+from app.compare.measure import StepWatch
+from app.compare.options import Options
+from app.compare.rounds import compare_on, config_for
+from app.compare.runs import POLICIES
+from app.compare.simulated import Machine, compare_simulated
+from engine.cost_model import CostModel, Curve
+from engine.scripted_runner import ScriptedRunner
+from tests.fakes import FakeRunner, fake_config, open_fake_engine
+from tests.tiny_models import make_config, make_tensors, write_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from trio.testing import MockClock
+
+DESCRIBED = ("--memory-gb-per-second", "20", "--tflops", "0.5", "--parameters", "1.35e8")
+SIMULATE = ("compare", "--simulate", *DESCRIBED)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process; give exit code, stdout and stderr."""
+
+    def run_(*argv: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["compare", "--requests", "0"], "whole number of at least 1"),
+        (["compare", "--seats", "0"], "whole number of at least 1"),
+        (["compare", "--rate", "-1"], "must be a number above 0"),
+        (["compare", "--rate", "nan"], "must be a number above 0"),
+        (["compare", "--price-per-hour", "-0.5"], "must be a number above 0"),
+        (["compare", "--duration", "0"], "must be a number above 0"),
+        (["compare", "--seats", "4", "--max-num-seqs", "8"], "contradict each other"),
+        (["compare", "--seats", "5000"], "1 to 4096"),
+        (["compare", "--policy", "static"], "leave --policy out"),
+        (["compare", "--admission", "hope"], "on_demand, reserve, predicted"),
+        (["compare", "--workload", "azure-conversations"], "did you mean azure-conversation?"),
+        (["compare", "--workload", "mooncake", "--trace", "x"], "either --workload or --trace"),
+        (["compare", "--trace", "nowhere.csv"], "nowhere.csv"),
+        (["compare", "--tflops", "1"], "add --simulate"),
+        (["compare", "--simulate"], "--cost-model FILE, or --memory-gb-per-second"),
+        (["compare", "--simulate", "--tflops", "1"], "together"),
+        (["compare", "--simulate", "--cost-model", "nowhere.json"], "nowhere.json"),
+        ([*SIMULATE, "--repeats", "2"], "leave --repeats out"),
+        ([*SIMULATE, "--seats", "64", "--memory", "2MiB"], "64 seats need a KV block each"),
+        ([*SIMULATE, "--json", "nowhere/x.json"], "cannot be written"),
+        ([*SIMULATE, "--html", "nowhere/x.html"], "cannot be written"),
+    ],
+)
+def test_wrong_use_is_one_line_and_code_2(
+    run: Any, argv: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert expected in err
+    assert err.startswith("relevo: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["", "no trace\n", "TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,x\n"])
+def test_a_malformed_trace_is_refused_before_anything_is_loaded(run: Any, tmp_path: Path, content: str) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(content)
+    code, _, err = run("compare", "--trace", trace, "--model", tmp_path / "nowhere.gguf")
+    assert code == 2
+    assert "trace.csv" in err
+
+
+def test_a_file_that_is_no_cost_model_is_refused(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "speed.json"
+    path.write_text('{"machine": {}, "rows": []}')
+    code, _, err = run("compare", "--simulate", "--cost-model", path)
+    assert code == 2
+    assert "cost model" in err
+
+
+def test_an_interruption_is_told_by_the_exit_code(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("app.compare.simulated.compare_simulated", interrupt)
+    code, _, err = run(*SIMULATE)
+    assert (code, err) == (130, "")
+
+
+@pytest.mark.parametrize("rate", [(), ("--rate", "3")])
+def test_a_simulation_writes_figures_and_page(run: Any, tmp_path: Path, rate: tuple[str, ...]) -> None:
+    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
+    asked = ("--requests", "200", "--factor", "8", "--seats", "8", *rate)
+    code, out, err = run(*SIMULATE, *asked, "--json", figures, "--html", page)
+    assert (code, err) == (0, "")
+    result = json.loads(figures.read_text())
+    assert result["simulated"] is True
+    assert list(result["policies"]) == list(POLICIES)
+    assert result["policies"]["continuous"]["samples"] == 200
+    assert result["ratio"]["continuous_over_static"]["median"] > (1 if not rate else 0.99)
+    assert "continuous over static" in out
+    assert page.read_text().count('<svg class="steps"') == 3
+    # The line to repeat it gives the same figures.
+    again = tmp_path / "again.json"
+    assert run(*result["command"].split()[1:], "--json", again)[0] == 0
+    repeated = json.loads(again.read_text())
+    assert {**repeated, "seconds": 0} == {**result, "seconds": 0}
+
+
+async def test_simulator_and_engine_take_the_same_steps(autojump_clock: MockClock) -> None:
+    """The simulator with a step of constant length against the real actors over the fake model."""
+    config = fake_config(max_num_seqs=4, max_num_batched_tokens=32, block_size=16)
+    options = Options(requests=24, factor=20.0, repeats=1)
+    machine = Machine(CostModel(Curve(((1.0, 0.05), (2.0, 0.05)))), {"processor": "a fake"}, "fake", "none", 512, 2048)
+    result, simulated = compare_simulated(machine, config, options)
+    watch = StepWatch()
+    runner = ScriptedRunner(FakeRunner(2048, 16), watch)
+    engine_config = config_for(config, max_requests=24)
+    async with open_fake_engine(
+        engine_config, num_blocks=2048, max_model_len=512, step_seconds=0.05, runner=runner
+    ) as engine:
+        measured = await compare_on(engine, watch, Source(options, max_requests=24), options, echo=str)
+    for ours, real in zip(simulated.runs, measured.runs, strict=True):
+        assert (ours.policy, ours.counts) == (real.policy, real.counts)
+        assert ours.seconds == pytest.approx(real.seconds)
+        for one, other in zip(ours.answers, real.answers, strict=True):
+            assert one.first_token == pytest.approx(other.first_token)
+            assert one.finished == pytest.approx(other.finished)
+    assert result["policies"]["static"]["steps"] == measured.runs[0].counts.steps
+
+
+@pytest.mark.slow
+def test_a_tiny_real_model_from_end_to_end(run: Any, tmp_path: Path) -> None:
+    config = make_config(context_length=256)
+    model = write_gguf(tmp_path / "tiny.gguf", config, make_tensors(config))
+    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
+    asked = ("--requests", "12", "--factor", "40", "--repeats", "2", "--seats", "4", "--num-threads", "1")
+    code, out, err = run("compare", "--model", model, *asked, "--memory", "4MiB", "--json", figures, "--html", page)
+    assert (code, err) == (0, "")
+    assert "2 rounds through four policies" in out
+    result = json.loads(figures.read_text())
+    assert (result["model"], result["rounds"], result["simulated"]) == ("tiny", 2, False)
+    assert result["policies"]["static"]["padded_rows"] > 0
+    assert result["policies"]["continuous"]["steps"] < result["policies"]["static_dropped"]["steps"]
+    assert result["machine"]["processor"]
+    assert page.read_text().count('<svg class="steps"') == 3

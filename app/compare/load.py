@@ -94,28 +94,36 @@ def choose(source: Source, options: Options, costs: Costs, *, seats: int, second
     The least factor that leaves `WANTED_BATCHES` batches a run is taken, and then as many requests as fit.
     """
     rounds = options.repeats or MIN_ROUNDS
+    seconds /= rounds
     least = source.least_factor(max_model_len)
     factors = [options.factor] if options.factor is not None else [least, *(f for f in FACTORS if f > least)]
-    num_requests = options.requests or max(MIN_BATCHES, MAX_REQUESTS // seats) * seats
+    most, fewest = max(MIN_BATCHES, MAX_REQUESTS // seats) * seats, MIN_BATCHES * seats
+    num_requests = min(options.requests or most, source.max_requests)
+    wanted = min(options.requests or WANTED_BATCHES * seats, num_requests)
+    if options.rate is not None:
+        # However short they are, so many come in the time and no more.
+        wanted = min(wanted, int(options.rate * seconds / len(POLICIES)))
+        fewest = min(fewest, max(1, wanted))
     for factor in factors:
-        lengths = lengths_of(source.take(min(num_requests, source.max_requests), factor, max_model_len))
-        fitting = _num_fitting(lengths, options, costs, seats=seats, seconds=seconds / rounds)
-        if fitting >= min(options.requests or WANTED_BATCHES * seats, len(lengths)):
+        lengths = lengths_of(source.take(num_requests, factor, max_model_len))
+        fitting = _num_fitting(lengths, options, costs, seats=seats, seconds=seconds)
+        if fitting >= wanted:
             break
     if options.requests is None:
-        lengths = lengths.first(max(fitting, MIN_BATCHES * seats))
+        lengths = lengths.first(max(fitting, fewest))
     needed = rounds * round_seconds(lengths, options, costs, seats=seats)
     return Choice(source.take(len(lengths), factor, max_model_len), rounds, needed)
 
 
 def _num_fitting(lengths: Lengths, options: Options, costs: Costs, *, seats: int, seconds: float) -> int:
-    """The most requests, in whole batches, of which a round takes no longer than `seconds`; found by halving."""
-    low, high = 0, -(-len(lengths) // seats)
+    """The most requests of which a round takes no longer than `seconds`; of a backlog in whole batches."""
+    unit = seats if options.rate is None else 1
+    low, high = 0, -(-len(lengths) // unit)
     while low < high:
         middle = (low + high + 1) // 2
-        fits = round_seconds(lengths.first(middle * seats), options, costs, seats=seats) <= seconds
+        fits = round_seconds(lengths.first(middle * unit), options, costs, seats=seats) <= seconds
         low, high = (middle, high) if fits else (low, middle - 1)
-    return min(low * seats, len(lengths))
+    return min(low * unit, len(lengths))
 
 
 def round_seconds(lengths: Lengths, options: Options, costs: Costs, *, seats: int) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from app.compare.lengths import Costs
-from app.compare.load import choose, lengths_of
+from app.compare.load import MIN_ROUNDS, choose, lengths_of
 from app.compare.measure import make_requests, run_policy
 from app.compare.runs import POLICIES
 from app.render import numbers
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 # The warm-up need not be long: its lengths are divided by at least so much.
 WARM_UP_FACTOR: Final = 32.0
 # What is left of the time for misjudging it.
-PLANNED_SHARE: Final = 0.85
+PLANNED_SHARE: Final = 0.8
+# A second round may take so much more of it: one alone tells nothing of the spread.
+SECOND_ROUND_SHARE: Final = 1.2
 MAX_ROUNDS: Final = 10
 SLOW_READER_SECONDS: Final = 3600.0
 
@@ -102,7 +104,7 @@ async def compare_on(
         max_model_len=engine.model.context_length,
     )
     echo(_what_was_chosen(choice, warm, options))
-    runs = await _all_rounds(engine, watch, choice, options, deadline=started + options.duration, report=report)
+    runs = await _all_rounds(engine, watch, choice, options, started=started, report=report)
     return Compared(runs, choice.workload, trio.current_time() - started)
 
 
@@ -127,15 +129,17 @@ async def _all_rounds(
     choice: Choice,
     options: Options,
     *,
-    deadline: float,
+    started: float,
     report: Callable[[int, int], object],
 ) -> list[Run]:
-    """As many rounds as were asked for; else as many as fit before `deadline`, on the engine's clock, one at least."""
+    """As many rounds as were asked for; else as many as fit into the time since `started`, one at least."""
+    deadline = started + options.duration
     runs: list[Run] = []
     num_answers, done, longest = len(POLICIES) * len(choice.workload.items), count(1), 0.0
     for round_ in range(options.repeats or MAX_ROUNDS):
         begun = trio.current_time()
-        if options.repeats is None and round_ and begun + longest > deadline:
+        late = deadline if round_ >= MIN_ROUNDS else started + SECOND_ROUND_SHARE * options.duration
+        if options.repeats is None and round_ and begun + longest > late:
             break
         told = _counted(report, done, num_answers * max(choice.rounds, round_ + 1))
         # There and back again: what drifts over minutes hits all of them alike.

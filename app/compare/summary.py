@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Fewer finished requests than this leave a p95 to chance.
 MIN_SAMPLES_P95: Final = 300
-# A generator that was later than this share of the median answer measured itself.
+# A generator that was later than this share of the target measured itself.
 MAX_LAG_SHARE: Final = 0.05
 OTHERS: Final = tuple(policy for policy in POLICIES if policy != "continuous")
 
@@ -199,7 +199,7 @@ def _remarks(result: Mapping[str, Any], by_policy: Mapping[str, Sequence[Run]]) 
     if workload["arrivals"] == "backlog":
         remarks.append("All requests wait from the start, so dynamic forms the same batches as static.")
     else:
-        remarks += _remarks_on_arrivals(by_policy, workload["requests_per_second"])
+        remarks += _remarks_on_arrivals(by_policy, workload["requests_per_second"], settings["targets"])
     if workload["requests"] < 4 * settings["seats"]:
         remarks.append(
             f"{workload['requests']} requests on {settings['seats']} seats are few: at the end of each run under "
@@ -208,12 +208,14 @@ def _remarks(result: Mapping[str, Any], by_policy: Mapping[str, Sequence[Run]]) 
     return remarks
 
 
-def _remarks_on_arrivals(by_policy: Mapping[str, Sequence[Run]], rate: float) -> list[str]:
+def _remarks_on_arrivals(by_policy: Mapping[str, Sequence[Run]], rate: float, targets: Mapping[str, Any]) -> list[str]:
     answers = [answer for run in by_policy["continuous"] for answer in run.answers]
     lag = percentile([answer.submitted - answer.scheduled for answer in answers], 99)
+    target = targets["ttft_p95_seconds"] or percentile([answer.e2e for answer in answers], 50)
     remarks = ["No more tokens/s can be written than are asked for: look at the latencies and at goodput."]
-    if lag > MAX_LAG_SHARE * percentile([answer.e2e for answer in answers], 50):
-        remarks.append(f"Requests were handed in up to {lag:.2f} s late (p99): the latencies are not to be believed.")
+    if lag > MAX_LAG_SHARE * target:
+        late = numbers.seconds(lag)
+        remarks.append(f"Requests were handed in up to {late} late (p99): the latencies are not to be believed.")
     behind = [policy for policy, runs in by_policy.items() if median(r.requests_per_second for r in runs) < 0.9 * rate]
     if behind:
         remarks.append(f"Not kept up with {rate:g} requests/s: {', '.join(behind)}; latencies there grow with the run.")

@@ -140,6 +140,14 @@ def test_short_of_time_lengths_are_divided_by_more_and_fewer_are_taken() -> None
     assert choice.seconds > 1
 
 
+def test_where_few_come_in_the_time_shorter_ones_are_no_help() -> None:
+    costs, options = Costs(prompt_token=0.0001, step=0.001), Options(rate=0.5)
+    source = Source(options, max_requests=2000)
+    choice = choose(source, options, costs, seats=16, seconds=400.0, max_model_len=8192)
+    assert choice.workload.factor == source.least_factor(8192)
+    assert len(choice.workload.items) == 25
+
+
 async def test_in_an_open_loop_latency_counts_from_when_a_request_was_due(autojump_clock: MockClock) -> None:
     arrivals = (0.0, 0.02, 0.5)
     run = await run_by_hand(workload_of((3, 2), (3, 1), (3, 1), arrivals=arrivals), "continuous", open_loop=True)

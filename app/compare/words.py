@@ -67,13 +67,16 @@ def what_it_rests_on(result: Mapping[str, Any]) -> str:
 def bound_words(result: Mapping[str, Any]) -> list[str]:
     """The bound, and how much of it was reached."""
     bound, share, seats = result["bound"], result["share_of_bound"], result["settings"]["seats"]
+    # What comes bit by bit is not there to be done at once: such a run reaches what it is given.
+    backlog = result["workload"]["requests_per_second"] is None
+    answers, both = share["continuous_over_static"], share["continuous_over_static_in_steps"]
     return [
         f"What the answers' lengths allow over static, in steps: {bound['continuous_over_static']:.2f} times (longest "
-        f"of {seats} over mean), {bound['continuous_over_static_with_tail']:.2f} with these requests' tail. "
-        f"Reached in tokens/s: {numbers.percent(share['continuous_over_static'])} of that.",
+        f"of {seats} over mean), {bound['continuous_over_static_with_tail']:.2f} with these requests' tail."
+        + (f" Reached in tokens/s: {numbers.percent(answers)} of the former." if backlog else ""),
         f"Padding comes on top: it multiplies what is read of prompts by {bound['padded_prompts']:.2f}. Prompts and "
-        f"answers together allow {bound['continuous_over_static_with_prompts']:.2f} times; reached in steps: "
-        f"{numbers.percent(share['continuous_over_static_in_steps'])} of that.",
+        f"answers together allow {bound['continuous_over_static_with_prompts']:.2f} times"
+        + (f"; reached in steps: {numbers.percent(both)} of that." if backlog else "."),
     ]
 
 

@@ -177,10 +177,10 @@ class SchedulerSection(Section):
         None, "tokens", "highest live max_num_batched_tokens; auto is four times it", absent="auto", ge=1, le=1 << 22
     )
     max_waiting: int = _setting(
-        256, "requests", "how many may wait; the next is refused at once with 503", ge=1, le=1 << 20
+        256, "requests", "how many may wait, in each class of work; the next is refused at once with 503", ge=1, le=1 << 20
     )
     max_waiting_tokens: int = _setting(
-        262_144, "tokens", "prompts that may wait, together; 1,024 for each of 256 requests", ge=1, le=1 << 30
+        262_144, "tokens", "prompts that may wait, in each class of work; 1,024 for each of 256 requests", ge=1, le=1 << 30
     )
 
 

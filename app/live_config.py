@@ -184,10 +184,13 @@ def parse_change(body: Mapping[str, Any], limits: Limits, capacity: Limits) -> _
             ttl_seconds = _check_ttl(value)
         else:
             raise OutOfRangeError(name, f"is no live setting; there are {', '.join(KEYS)}, reason and ttl_seconds.")
-    seats, preferred = values.get("max_num_seqs", limits.max_num_seqs), values.get("dynamic_preferred_size", 0)
-    if int(preferred) > int(seats):
+    seats = int(values.get("max_num_seqs", limits.max_num_seqs))
+    preferred = int(values.get("dynamic_preferred_size", limits.dynamic_preferred_size))
+    if "dynamic_preferred_size" in values and preferred > seats:
         message = f"must not be above the seats, which are {seats}; 0 is as many as there are."
-        raise OutOfRangeError("dynamic_preferred_size", message, (0, int(seats)))
+        raise OutOfRangeError("dynamic_preferred_size", message, (0, seats))
+    if preferred > seats:
+        values["dynamic_preferred_size"] = seats  # a batch shrinks with its seats
     return _Change(values, reason, ttl_seconds)
 
 

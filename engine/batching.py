@@ -8,7 +8,8 @@
 
 The fixed batches are here to be compared with, so they cost what they cost where they are used: prompts are padded to
 the longest of the batch, and the rows of members that have ended are computed until the last one ends.
-`static_dropped` leaves both out: what is left is the waiting for the longest member alone.
+`static_dropped` leaves both out: what is left is the waiting for the longest member alone. Only memory is spared more
+than where they are used: one that has ended gives its blocks back at once, and padding takes none.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class FixedBatches(Continuous):
         """The batch is over."""
         self._ended.clear()
         self._prompts.clear()
+        self.opens_at = None
 
 
 def whoever_waits(moment: Moment) -> tuple[int, float | None]:

@@ -60,8 +60,8 @@ class EngineConfig:
         capacity_num_seqs: the highest `max_num_seqs` that can be set while it runs.
         capacity_num_batched_tokens: the same for `max_num_batched_tokens`.
         enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
-        max_waiting: requests that may wait.
-        max_waiting_tokens: prompt tokens that may wait, all requests together.
+        max_waiting: requests that may wait, in each class of work.
+        max_waiting_tokens: prompt tokens that may wait, in each class of work.
         slow_client_seconds: a reader that takes nothing for so long is aborted.
         slo: what interactive work was promised.
         slo_background: what background work was promised.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +12,7 @@ import trio
 
 from engine.batching import make_batching
 from engine.config import live_range
+from engine.door import Door
 from engine.errors import DrainingError, QueueFullError, RequestError
 from engine.handle import Handle
 from engine.ingress import Ingress
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from engine.stepper import Stepper
 
 STALL_SECONDS = 15.0
-MAX_RETRY_AFTER_SECONDS = 60
-UNKNOWN_RETRY_AFTER_SECONDS = 5  # nothing has finished in the last minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class Engine:
         )
         self._stats = Stats(config.slo, config.slo_background)
         self._draining = False
-        self._open: dict[int, Handle] = {}
+        self._door = Door(self._scheduler, self._stats, config)
         self._idle = trio.Event()
         self._idle.set()
         self._ids = count(1)
@@ -105,7 +103,7 @@ class Engine:
         An open request has sent at most one Add and two Ends, and stays open until the scheduler has seen them.
         """
         config = self.config
-        max_open = config.max_waiting + config.capacity_num_seqs + 1
+        max_open = 2 * config.max_waiting + config.capacity_num_seqs + 1
         self._arrivals, arrivals = trio.open_memory_channel[Handle](max_open)
         self._commands, commands = trio.open_memory_channel[Command](4 * max_open)
         send_result, results = trio.open_memory_channel[Result](16)
@@ -116,7 +114,7 @@ class Engine:
             arrivals=arrivals,
             commands=self._commands,
             results=send_result,
-            waiting_room=self._check_waiting_tokens,
+            check_tokens=self._door.check_tokens,
             on_refused=self._refused,
         )
         self._scheduling = Scheduling(self._scheduler, loaded.runner, stepper, commands, send_result, self._stats)
@@ -151,13 +149,15 @@ class Engine:
         if self._draining:
             self._stats.rejected["draining"] += 1
             raise DrainingError
-        depth = self._queue_depth()
-        if depth >= self.config.max_waiting:
+        now = trio.current_time()
+        try:
+            self._door.check_room(background=request.background, now=now)
+        except QueueFullError:
             self._stats.rejected["queue_full"] += 1
-            raise QueueFullError("requests", depth, self.config.max_waiting, retry_after_seconds=self._retry_after())
-        handle = Handle(request, next(self._ids), trio.current_time())
+            raise
+        handle = Handle(request, next(self._ids), now)
         self._arrivals.send_nowait(handle)
-        self._open[handle.sequence_id] = handle
+        self._door.add(handle)
         if self._idle.is_set():
             self._idle = trio.Event()
         return handle
@@ -203,7 +203,7 @@ class Engine:
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._open)
+        return len(self._door)
 
     @property
     def is_switching(self) -> bool:
@@ -227,12 +227,12 @@ class Engine:
 
     async def wait_idle(self) -> None:
         """Wait until no request is open."""
-        while self._open:
+        while len(self._door):
             await self._idle.wait()
 
     def abort_all(self, cause: str) -> None:
         """End everything that is open."""
-        for handle in list(self._open.values()):
+        for handle in list(self._door):
             handle.abort(cause)
 
     def snapshot(self) -> dict[str, Any]:
@@ -242,26 +242,6 @@ class Engine:
     def metrics(self) -> MetricsView:
         """The numbers of `/metrics`, true now."""
         return self._report.metrics(self.limits)
-
-    def _queue_depth(self) -> int:
-        """Requests beyond those that run and those that the next step will seat."""
-        running = self._scheduler.num_running
-        moves = all([work.wait_reason is None for work in self._scheduler.classes])
-        seats = max(running, self.limits.max_num_seqs) if moves else running
-        return max(0, len(self._open) - seats)
-
-    def _check_waiting_tokens(self, num_tokens: int) -> None:
-        opened = sum(handle.num_prompt_tokens for handle in self._open.values())
-        depth = opened - sum(sequence.num_prompt_tokens for sequence in self._scheduler.running)
-        limit = self.config.max_waiting_tokens
-        if depth and depth + num_tokens > limit:
-            raise QueueFullError("prompt tokens", depth, limit, retry_after_seconds=self._retry_after())
-
-    def _retry_after(self) -> int:
-        """Whole seconds until about half of the queue will be gone, at the rate at which requests finish now."""
-        rate = self._stats.finish_rate.per_second(trio.current_time())
-        seconds = math.ceil(self._queue_depth() / 2 / rate) if rate else UNKNOWN_RETRY_AFTER_SECONDS
-        return max(1, min(seconds, MAX_RETRY_AFTER_SECONDS))
 
     def _refused(self, handle: Handle, error: RelevoError | None) -> None:
         """A handle goes no further than the door; `error` is `None` when its caller left meanwhile."""
@@ -273,8 +253,8 @@ class Engine:
         self._closed(handle)
 
     def _closed(self, handle: Handle) -> None:
-        del self._open[handle.sequence_id]
-        if not self._open:
+        self._door.remove(handle)
+        if not len(self._door):
             self._idle.set()
 
 

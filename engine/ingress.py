@@ -31,7 +31,7 @@ class Ingress:
         tokenizer: of the model.
         chat_template: of the model, if it has one.
         usable_capacity: the longest prompt that fits, in tokens.
-        waiting_room: raises `QueueFullError` when so many prompt tokens more cannot wait.
+        check_tokens: raises `QueueFullError` when a handle's prompt of so many tokens cannot wait now.
         on_refused: told about a handle that goes no further.
     """
 
@@ -44,7 +44,7 @@ class Ingress:
         arrivals: trio.MemoryReceiveChannel[Handle],
         commands: trio.MemorySendChannel[Command],
         results: trio.MemorySendChannel[Result],
-        waiting_room: Callable[[int], None],
+        check_tokens: Callable[[Handle, int, float], None],
         on_refused: Callable[[Handle, RelevoError | None], None],
     ) -> None:
         self._tokenizer = tokenizer
@@ -54,7 +54,7 @@ class Ingress:
         self._arrivals = arrivals
         self._commands = commands
         self._results = results
-        self._waiting_room = waiting_room
+        self._check_tokens = check_tokens
         self._on_refused = on_refused
 
     async def run(self) -> None:
@@ -123,7 +123,7 @@ class Ingress:
             raise InvalidRequestError("The prompt is empty: give at least one token.", param=param)
         if len(token_ids) > self._usable_capacity:
             raise ContextLengthError(len(token_ids), self._usable_capacity, param=param)
-        self._waiting_room(len(token_ids))
+        self._check_tokens(handle, len(token_ids), trio.current_time())
 
     async def _tokenize(self, handle: Handle) -> tuple[int, ...]:
         prompt = handle.request.prompt

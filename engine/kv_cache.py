@@ -80,6 +80,11 @@ class KVCache:
         shared = sum(1 for block_id in prefix.block_ids if self.pool.ref_counts[block_id])
         return num_blocks - shared + num_promised <= self.pool.num_available
 
+    def num_freed(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Blocks that could be had if a sequence left: its own, without those that `prefix` would hold on to."""
+        wanted, ref_counts = set(prefix.block_ids), self.pool.ref_counts
+        return sum([ref_counts[block_id] == 1 and block_id not in wanted for block_id in sequence.block_ids])
+
     def seat(self, sequence: Sequence, prefix: Prefix) -> tuple[int, ...] | None:
         """Begin a block table with a cached prefix and make room for all known tokens.
 

@@ -16,7 +16,7 @@ from engine.plan import Plan
 from engine.policy import make_admission
 from engine.seats import Seats
 from engine.sequence import FinishReason, Sequence, SequenceStatus
-from engine.work_class import WorkClass, who_makes_way
+from engine.work_class import WorkClass, find_way
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,7 +49,8 @@ class Scheduler:
         self.limits = limits
         self.batching = make_batching(limits.policy)
         self.admission = make_admission(limits.admission)
-        # Policies that hold as soon as nobody sits under the old ones any more.
+        self._in_force = (limits.policy, limits.admission)
+        # The limits name other policies: they hold as soon as nobody sits under those in force.
         self.is_switching = False
         self.usable_capacity = min(max_model_len, kv_cache.num_tokens)
         self.interactive, self.background = self.classes = WorkClass(), WorkClass()
@@ -114,14 +115,13 @@ class Scheduler:
 
         A change of policy drains: those who run end under the old one, and until then nobody sits down.
         """
-        changed = (limits.policy, limits.admission) != (self.limits.policy, self.limits.admission)
-        self.is_switching = self.is_switching or changed
+        self.is_switching = (limits.policy, limits.admission) != self._in_force
         self.limits = limits
 
     @property
     def look_again_at(self) -> float | None:
         """When an empty batch can be followed by another one although nobody came: seconds on the engine's clock."""
-        return self.batching.opens_at
+        return self.batching.opens_at if self.num_waiting else None
 
     def schedule(self, now: float) -> ScheduledBatch:
         """Plan the next step. An empty batch means that nothing runs and nobody may sit down yet."""
@@ -197,17 +197,34 @@ class Scheduler:
         if self.is_switching:
             self.batching = make_batching(self.limits.policy)
             self.admission = make_admission(self.limits.admission)
+            self._in_force = (self.limits.policy, self.limits.admission)
             self.is_switching = False
 
     def _make_way(self, plan: Plan) -> None:
-        """Let one who sits yield its seat to one with a better right; it waits at the front of its own key's line."""
+        """Let one who sits yield its seat to one with a better right; it waits at the front of its own key's line.
+
+        At most one in a step, and nobody where it would be for nothing.
+        """
         if self.batching.forms_batches or self.is_switching or not self.admission.may_preempt:
             return
-        victim = who_makes_way(self.interactive, self.background, self.limits.max_num_seqs)
-        if victim is not None:
-            self._preempt(victim, plan)
-            victim.num_yields += 1
-            self.classes[victim.background].queue.put_back_own(victim)
+        num_seats = self.limits.max_num_seqs
+        way = find_way(self.interactive, self.background, num_seats)
+        if way is None or not self._could_sit(way.waiter, way.givers):
+            return
+        if self.num_running < num_seats and self._could_sit(way.waiter, []):
+            return
+        victim = way.givers[0]
+        self._preempt(victim, plan)
+        victim.num_yields += 1
+        self.classes[victim.background].queue.put_back_own(victim)
+
+    def _could_sit(self, waiter: Sequence, leaving: list[Sequence]) -> bool:
+        """Whether there would be memory for one who waits if these had left."""
+        staying = [sequence for sequence in self.running if sequence not in leaving]
+        prefix = self.kv_cache.find_prefix(waiter)
+        promised = sum([self._promised_blocks(sequence) for sequence in staying])
+        freed = sum([self.kv_cache.num_freed(sequence, prefix) for sequence in leaving])
+        return not staying or self.kv_cache.fits(self._expected_blocks(waiter), prefix, promised - freed)
 
     def _continue_running(self, work: WorkClass, plan: Plan) -> None:
         running = work.running
@@ -295,7 +312,7 @@ class Scheduler:
                 self._seat(sequence, prefix, plan, now)
                 newcomers.append(sequence)
                 promised += self._promised_blocks(sequence)
-                for other in skipped:
+                for other in (*skipped, *(self.interactive.queue if work is self.background else ())):
                     other.num_overtaken += 1
         self.batching.admit(newcomers)
         work.too_large_now = frozenset([sequence.sequence_id for sequence in skipped])
@@ -307,8 +324,8 @@ class Scheduler:
             return 0, "kv_memory"
         if self.is_switching:
             return 0, "draining"
-        if work is self.background and self.interactive.queue:
-            return 0, self.interactive.wait_reason
+        if work is self.background and (plan.preempted or not self.interactive.lets_others_pass(MAX_OVERTAKEN)):
+            return 0, self.interactive.wait_reason or "kv_memory"
         num_open = max(0, self.batching.num_open(Moment(work.queue, self.num_running, self.limits, now)))
         return num_open, None if num_open else self.batching.closed_reason
 

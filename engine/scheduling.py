@@ -69,8 +69,11 @@ class Scheduling:
             if not batch.is_empty:
                 await self._results.send(await self._step(batch))
             elif self.scheduler.look_again_at is not None:
+                command: Command | None = None
                 with trio.move_on_at(self.scheduler.look_again_at):
-                    await self._apply(await self._commands.receive())
+                    command = await self._commands.receive()
+                if command is not None:  # outside: half of a command must not be cancelled
+                    await self._apply(command)
             elif self.scheduler.num_waiting:
                 await self._results.send(self._give_up_on_first())
             else:

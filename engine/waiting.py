@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import TypeAlias
 
     from engine.sequence import Sequence
@@ -53,9 +53,9 @@ class Fairness:
       the counters are the same whenever they are compared, and a step pays nothing.
     - A prompt token from the prefix cache costs `CACHED_WEIGHT`.
     - What was preempted returns with its prompt already charged, and does not lift its key: it never left.
-    - A key that holds less than its share of the seats goes first while it is at most `SHARE_SLACK` ahead of the least
-      served: counters alone do not bound its wait for a seat. The paper's bound on the difference in service grows by
-      as much.
+    - A key that holds less than its share of the seats goes first, the one with fewest foremost, while it is at most
+      `SHARE_SLACK` ahead of the least served: counters alone do not bound its wait for a seat. The paper's bound on
+      the difference in service grows by as much.
 
     Keys come from the closed set of names in the configuration; one that went idle keeps one small account.
     """
@@ -68,17 +68,17 @@ class Fairness:
 
     @property
     def accounts(self) -> Mapping[str, Account]:
-        """Every key that ever asked, to be read only; call `settle` before for counters of this moment."""
+        """Every key that ever asked, to be read only; their counters are true after `settle`."""
         return self._accounts
 
     def share(self, num_seats: int) -> int:
         """Of so many seats, those that belong to each key with anything waiting or running."""
         return -(-num_seats // max(1, self._num_busy))
 
-    def num_seats(self, key: str) -> int:
-        """Seats that a key holds."""
-        account = self._accounts.get(key)
-        return 0 if account is None else account.num_seats
+    @property
+    def seated_now(self) -> Iterable[Sequence]:
+        """Everybody who sits."""
+        return self._seated.values()
 
     def seated(self, sequence: Sequence) -> None:
         """A sequence took a seat, and `num_cached_tokens` of it is known: its prompt is charged, once in its life."""
@@ -146,14 +146,14 @@ class Fairness:
 
 
 def served_by_key(*classes: Fairness) -> dict[str, int]:
-    """Weighted tokens that each named key was charged for since the start, all classes of work together."""
+    """Weighted tokens that each named key was served since the start, all classes of work together; charges nothing."""
     served: dict[str, float] = {}
     for fairness in classes:
-        fairness.settle()
         for key, account in fairness.accounts.items():
-            if key:
-                served[key] = served.get(key, 0.0) + account.served
-    return {key: round(tokens) for key, tokens in served.items()}
+            served[key] = served.get(key, 0.0) + account.served
+        for sequence in fairness.seated_now:
+            served[sequence.key_name] += OUTPUT_WEIGHT * (len(sequence.token_ids) - sequence.num_charged_tokens)
+    return {key: round(tokens) for key, tokens in served.items() if key}
 
 
 class WaitingQueue:
@@ -274,10 +274,10 @@ class WaitingQueue:
         accounts, share = self.fairness.accounts, self.fairness.share(num_seats)
         limit = min([accounts[key].counter for key, _ in heads]) + SHARE_SLACK
 
-        def order(head: tuple[str, _Entry]) -> tuple[bool, float, int]:
+        def order(head: tuple[str, _Entry]) -> tuple[int, float, int]:
             account = accounts[head[0]]
             lacks_seats = account.num_seats < share and account.counter <= limit
-            return not lacks_seats, account.counter, head[1][2]
+            return account.num_seats if lacks_seats else share, account.counter, head[1][2]
 
         return min(heads, key=order)[1]
 

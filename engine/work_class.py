@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from engine.waiting import Fairness, WaitingQueue
+from engine.waiting import SHARE_SLACK, Fairness, WaitingQueue
 
 if TYPE_CHECKING:
     from engine.sequence import Sequence
@@ -37,41 +37,65 @@ class WorkClass:
             return "kv_memory"
         return self.wait_reason or "token_budget"
 
-    def who_yields(self, num_seats: int) -> Sequence | None:
-        """Who gives up one of `num_seats` so that the first who waits, of a key below its share, can sit.
+    def lets_others_pass(self, max_overtaken: int) -> bool:
+        """Whether all who wait here wait for memory alone, and none of them was overtaken too often."""
+        waiting = self.queue
+        return len(waiting) <= len(self.too_large_now) and all(
+            [other.sequence_id in self.too_large_now and other.num_overtaken < max_overtaken for other in waiting]
+        )
 
-        It is the youngest of the key that holds most; nobody where the share is reached, where no key holds more than
-        it, or where all have yielded often enough.
+    def who_yields(self, waiter: Sequence, num_seats: int) -> Sequence | None:
+        """Who gives up one of `num_seats` to `waiter`, the first in line: the youngest of the key that holds most.
+
+        Nobody where that key does not hold two more than the waiter's, where the seat would be its own again by the
+        order of the queue, or where all of its sequences have yielded often enough.
         """
-        share, accounts = self.fairness.share(num_seats), self.fairness.accounts
-        if len(accounts) < 2 or not self.queue or accounts[self.queue.first(num_seats).key_name].num_seats >= share:
+        self.fairness.settle()
+        accounts = self.fairness.accounts
+        account = accounts[waiter.key_name]
+        most = max([other.num_seats for other in accounts.values()])
+        if account.num_seats >= self.fairness.share(num_seats) or most < account.num_seats + 2:
             return None
-        most = max([account.num_seats for account in accounts.values()])
-        if most <= share:
-            return None
-        return self._youngest([other for other in self.running if accounts[other.key_name].num_seats == most])
+        for other in reversed(self.running):
+            holder = accounts[other.key_name]
+            if (
+                holder.num_seats == most
+                and other.num_yields < MAX_YIELDS
+                and account.counter <= holder.counter + SHARE_SLACK
+            ):
+                return other
+        return None
 
-    def youngest(self) -> Sequence | None:
-        """Who sat down last of those who have not yielded often enough."""
-        return self._youngest(self.running)
-
-    def _youngest(self, sequences: list[Sequence]) -> Sequence | None:
-        return next((sequence for sequence in reversed(sequences) if sequence.num_yields < MAX_YIELDS), None)
+    def givers(self) -> list[Sequence]:
+        """Those who run and have not yielded often enough, the youngest first."""
+        return [sequence for sequence in reversed(self.running) if sequence.num_yields < MAX_YIELDS]
 
 
-def who_makes_way(interactive: WorkClass, background: WorkClass, num_seats: int) -> Sequence | None:
-    """Who gives up its seat for one with a better right to it; at most one in a step.
+class Way(NamedTuple):
+    """`waiter` has a better right to a place than `givers`, the first of whom is to yield first."""
 
-    Interactive work has it before background work, and a key that holds less than its share of the seats before one
-    that holds more. Served tokens alone would not bound the wait for a seat: those who sit may stay for long.
+    waiter: Sequence
+    givers: list[Sequence]
+
+
+def find_way(interactive: WorkClass, background: WorkClass, num_seats: int) -> Way | None:
+    """For whom a place is to be made, and who can yield it.
+
+    Interactive work has a better right than background work, and a key that holds fewer seats than its share a better
+    one than the key that holds most. Served tokens alone would not bound the wait for a seat: those who sit may stay
+    for long.
 
     Args:
         num_seats: seats there are now.
     """
-    is_full = len(interactive.running) + len(background.running) >= num_seats
-    victim = interactive.who_yields(num_seats) if is_full else None
-    if victim is None and interactive.queue and (is_full or interactive.wait_reason == "kv_memory"):
-        victim = background.youngest()
-    if victim is None and is_full and not interactive.queue:
-        victim = background.who_yields(num_seats)
-    return victim
+    is_full = len(interactive.running) + len(background.running) == num_seats
+    work = interactive if interactive.queue else background
+    if not work.queue or not (is_full or work.wait_reason == "kv_memory"):
+        return None
+    if work is interactive and (givers := background.givers()):
+        return Way(work.queue.first(num_seats), givers)
+    if not is_full or len(work.fairness.accounts) < 2:
+        return None
+    waiter = work.queue.first(num_seats)
+    giver = work.who_yields(waiter, num_seats)
+    return None if giver is None else Way(waiter, [giver])

@@ -162,6 +162,17 @@ async def test_lowering_the_seats_under_16_streams_cuts_nobody() -> None:
         await server.settle()
 
 
+async def test_a_batch_shrinks_with_its_seats_so_that_every_state_can_be_gone_back_to() -> None:
+    async with open_live() as (live, audit):
+        await live.apply({"max_num_seqs": 8, "dynamic_preferred_size": 8}, who="me")
+        await live.apply({"max_num_seqs": 4}, who="me")
+        assert audit.entries[-1].changes == {"max_num_seqs": (8, 4), "dynamic_preferred_size": (8, 4)}
+        lowered = live.view()["effective"]
+        await live.apply({"max_num_seqs": 6}, who="me")
+        await live.apply(lowered, who="me")
+        assert live.view()["effective"] == lowered
+
+
 async def test_a_policy_is_switched_after_those_who_run() -> None:
     async with open_server(limits={"max_num_seqs": 1}, step_seconds=0.02) as server, trio.open_nursery() as nursery:
 

@@ -80,6 +80,8 @@ class Simulation:
         if not batch.is_empty:
             self.apply(self.scheduler.update(batch, self.runner.execute(batch), float(len(self.batches))), batch.step)
         self.scheduler.check_integrity()
+        # Whoever loses its seat does so for somebody else.
+        assert not set(batch.preempted) & {seated.sequence_id for seated in batch.seated}
         assert batch.num_tokens + batch.num_padding_tokens <= batch.token_budget
         self.batches.append(batch)
         return batch

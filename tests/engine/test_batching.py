@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import trio
 
 from engine.batching import make_batching
 from engine.sequence import FinishReason
 from tests.engine.simulate import Simulation
 from tests.engine.test_engine import answer, ask, read
 from tests.fake_checkpoint import make_checkpoint, make_runner
-from tests.fakes import expected_output, fake_config, open_fake_engine
+from tests.fakes import FakeRunner, expected_output, fake_config, open_fake_engine
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
 
+    from engine.batch import ScheduledBatch
     from engine.sequence import Sequence
 
 POLICIES = ["continuous", "static", "static_dropped", "dynamic"]
@@ -159,6 +161,33 @@ async def test_dynamic_waits_for_company_and_not_longer_than_it_may(autojump_clo
         first.abort("client")
         await read(second)
         await engine.wait_idle()
+
+
+async def test_dynamic_rests_when_everybody_left_before_the_delay(autojump_clock: MockClock) -> None:
+    steps: list[ScheduledBatch] = []
+    config = fake_config(policy="dynamic", dynamic_preferred_size=3, dynamic_max_queue_delay_seconds=5.0)
+    runner = FakeRunner(64, config.block_size, before_step=steps.append)
+    async with open_fake_engine(config, num_blocks=64, runner=runner) as engine:
+        handle = engine.submit(ask("leaves", 2))
+        await handle.accepted()
+        handle.abort("client")
+        await engine.wait_idle()
+        # With virtual time a task that spins would let no second pass.
+        with trio.fail_after(100):
+            await trio.sleep(50)
+        assert not steps
+        assert (await read(engine.submit(ask("comes", 2))))[0] == answer("comes", 2)
+
+
+def test_a_switch_that_is_taken_back_drains_nobody() -> None:
+    simulation = Simulation(max_num_seqs=2)
+    for max_tokens in (9, 2, 2):
+        simulation.add(1, max_tokens)
+    simulation.step()
+    simulation.set_limits(2, 64, policy="static")
+    simulation.set_limits(2, 64, policy="continuous")
+    simulation.step()
+    assert simulation.step().sequence_ids == (1, 3)
 
 
 async def test_a_live_switch_waits_for_those_who_run_and_loses_nobody(autojump_clock: MockClock) -> None:

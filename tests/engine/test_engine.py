@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -255,6 +256,23 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(autojump_clock:
         assert (await read(handle))[0] == answer("still running", 30)
         with trio.fail_after(1):
             await engine.wait_idle()
+
+
+async def test_background_work_keeps_no_interactive_work_out(autojump_clock: MockClock) -> None:
+    async with open_fake_engine(fake_config(max_num_seqs=1, max_waiting=2, max_waiting_tokens=60)) as engine:
+        await engine.submit(ask("sits", 50)).accepted()
+        await trio.sleep(0.05)
+        background = replace(ask("b" * 25, 2), background=True)
+        for _ in range(2):
+            await engine.submit(background).accepted()
+        with pytest.raises(QueueFullError):
+            engine.submit(background)
+        handles = [engine.submit(ask("i" * 25, 2)) for _ in range(2)]
+        for handle in handles:
+            await handle.accepted()
+        with pytest.raises(QueueFullError):
+            engine.submit(ask("one more", 2))
+        await engine.wait_idle()
 
 
 async def test_limits_change_at_a_step_boundary_and_cut_nobody(autojump_clock: MockClock) -> None:

@@ -6,7 +6,7 @@ Time is virtual: a step costs what reading the weights costs, or what its tokens
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ from tests.fakes import FakeRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from engine.batch import ScheduledBatch
 
 STEP_SECONDS = 0.05
 TOKEN_SECONDS = 0.001
@@ -77,13 +79,16 @@ class House:
         self.sequences.append(sequence)
         return sequence
 
-    def step(self) -> None:
+    def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule(self.now)
+        # Whoever loses its seat does so for somebody else.
+        assert not set(batch.preempted) & {seated.sequence_id for seated in batch.seated}
         self.now += max(STEP_SECONDS, TOKEN_SECONDS * batch.num_tokens)
         if not batch.is_empty:
             update = self.scheduler.update(batch, self._runner.execute(batch), self.now)
             self.finished.update((ending.sequence_id, self.now) for ending in update.endings)
         self.scheduler.check_integrity()
+        return batch
 
     def serve(self, arrivals: list[Arrival], until: float = float("inf")) -> House:
         waiting = sorted(arrivals, key=lambda arrival: arrival.time)
@@ -215,6 +220,90 @@ def test_a_reservation_is_never_taken_back() -> None:
     house.serve([*flood("big", 20), *now_and_then("little", 0, number=10), *flood("bulk", 10, background=True)])
     assert house.scheduler.counters.num_preemptions == 0
     assert len(house.finished) == 40
+
+
+def test_a_seat_is_not_yielded_where_it_would_be_its_own_again() -> None:
+    """The waiter's key was served so much more that the order of the queue would give the seat straight back."""
+    house = House(seats=4)
+    for _ in range(2):
+        house.add(Arrival(0.0, "a", 20, 300))
+    house.add(Arrival(0.0, "b", 1900, 1))
+    for _ in range(20):
+        house.step()
+    for _ in range(2):
+        house.add(Arrival(house.now, "a", 20, 300))
+    for _ in range(3):
+        house.step()
+    house.add(Arrival(house.now, "b", 20, 5))
+    preempted = sum(len(house.step().preempted) for _ in range(40))
+    assert preempted <= 1
+    house.serve([])
+    assert len(house.finished) == 6
+
+
+def test_a_seat_is_not_yielded_to_one_that_would_not_fit_then() -> None:
+    house = House(seats=4, num_blocks=130)
+    for _ in range(4):
+        house.add(Arrival(0.0, "a", 400, 60))
+    for _ in range(20):
+        house.step()
+    house.add(Arrival(house.now, "b", 1500, 5))
+    assert not any(house.step().preempted for _ in range(10))
+    house.serve([])
+    assert len(house.finished) == 5
+
+
+def test_background_work_yields_before_any_interactive_does() -> None:
+    house = House(seats=4)
+    background = house.add(Arrival(0.0, "a", 20, 300, background=True))
+    house.step()
+    for _ in range(3):
+        house.add(Arrival(0.0, "a", 20, 300))
+    house.step()
+    house.step()
+    house.add(Arrival(house.now, "b", 20, 5))
+    assert house.step().preempted == (background.sequence_id,)
+    assert not any(house.step().preempted for _ in range(5))
+
+
+def test_fewer_seats_are_waited_for_and_nobody_is_thrown_out() -> None:
+    house = House(seats=8)
+    for _ in range(8):
+        house.add(Arrival(0.0, "a", 20, 40))
+    for _ in range(3):
+        house.step()
+    house.scheduler.set_limits(replace(house.scheduler.limits, max_num_seqs=4))
+    house.add(Arrival(house.now, "b", 20, 5))
+    assert not any(house.step().preempted for _ in range(20))
+
+
+def test_a_giant_that_cannot_sit_yet_empties_no_seat_of_background_work() -> None:
+    house = House(seats=8, num_blocks=100)
+    runs = house.add(Arrival(0.0, "", 800, 40))
+    small = [house.add(Arrival(0.0, "", 20, 200, background=True)) for _ in range(4)]
+    for _ in range(12):
+        house.step()
+    house.add(Arrival(house.now, "", 1200, 5))
+    while runs.sequence_id not in house.finished:
+        assert not house.step().preempted
+        assert all(sequence.seat >= 0 for sequence in small)
+    late = house.add(Arrival(house.now, "", 20, 5, background=True))
+    house.serve([])
+    assert len(house.finished) == 7
+    assert late.num_preemptions == 0
+
+
+def test_a_key_without_a_seat_gets_one_from_whoever_holds_two_more() -> None:
+    house = House(seats=4)
+    for key in "ab":
+        for _ in range(4):
+            house.add(Arrival(0.0, key, 20, 400))
+    for _ in range(5):
+        house.step()
+    asks = house.add(Arrival(house.now, "c", 20, 5))
+    for _ in range(4):
+        house.step()
+    assert asks.first_token_time is not None
 
 
 def test_the_lower_priority_number_goes_first_within_a_key_only() -> None:

@@ -1,8 +1,10 @@
 """How well the simulator foretells the real engine: `python -m tests.bench.simulator [BENCH.json]`.
 
-Round after round on one loaded model: a run from which the speed of these minutes is learnt, then runs of other
-requests that the simulator has to foretell, as a backlog and with arrivals of their own. The cost model comes from
-`relevo bench --json BENCH.json` with the same seats and budget, or else from the learning runs themselves.
+Round after round on one loaded model: a run from which costs are learnt, then runs of other requests that the simulator
+has to foretell, as a backlog and with arrivals of their own. The cost model comes from `relevo bench --json BENCH.json`
+with the same seats and budget, or else from the learning runs. On a shared machine speed changes from one run to the
+next. So each run is foretold twice: at the speed of the learning run before it, and at that of every other step of its
+own.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 ROUNDS = 4
 NUM_REQUESTS = 80
 FACTOR = 24.0
+IDLE_SECONDS = 0.02
 LOAD = 0.8  # of the capacity that the learning run showed
 
 
@@ -55,20 +58,27 @@ async def main(bench: Path | None) -> None:
         return replace(loaded, runner=ScriptedRunner(runners[0], watch))
 
     shape = None if bench is None else read_cost_model(bench)
-    print("run        tokens/s  foretold   error   TTFT p95 s  foretold   error   steps  foretold")
-    errors: list[tuple[float, float]] = []
+    print("run        speed of     tokens/s  foretold   error   TTFT p95 s  foretold   error   steps  foretold")
+    errors: dict[str, list[tuple[float, float]]] = {"before": [], "its own": []}
     async with open_engine(config, load=load) as engine:
         await learn(engine, watch, runners[0], shape, seed=1)  # warm up
         for round_ in range(ROUNDS):
-            cost_model, capacity = await learn(engine, watch, runners[0], shape, seed=100 + round_)
+            before, capacity = await learn(engine, watch, runners[0], shape, seed=100 + round_)
             backlog = workload(200 + round_, None)
             arriving = workload(300 + round_, LOAD * capacity)
             for name, work, open_loop in (("backlog", backlog, False), ("open loop", arriving, True)):
+                begin = len(runners[0].times)
                 run = await play(engine, watch, work, open_loop=open_loop)
-                errors.append(tell(name, run, foretell(engine, cost_model, work, open_loop=open_loop)))
-    for column, name in enumerate(("throughput", "TTFT p95")):
-        values = [abs(error[column]) for error in errors]
-        print(f"{name}: error {median(values):.1%} (median), {max(values):.1%} (largest) of {len(values)} runs")
+                own = fitted(runners[0], begin, before, every=2)
+                for speed, model in (("before", before), ("its own", own)):
+                    foretold = foretell(engine, model, work, open_loop=open_loop)
+                    errors[speed].append(tell(name, speed, run, foretold))
+    for speed, pairs in errors.items():
+        for column, name in enumerate(("throughput", "TTFT p95")):
+            values = [abs(error[column]) for error in pairs]
+            print(
+                f"speed {speed}: {name} off by {median(values):.1%} (median of {len(values)}), at most {max(values):.1%}"
+            )
 
 
 def workload(seed: int, rate: float | None) -> Workload:
@@ -88,11 +98,18 @@ async def learn(
     """The cost model of these minutes, and the requests a second that they allow."""
     begin = len(runner.times)
     run = await play(engine, watch, workload(seed, None), open_loop=False)
-    shapes, times = runner.shapes[begin:], runner.times[begin:]
+    return fitted(runner, begin, shape), len(run.answers) / run.seconds
+
+
+def fitted(runner: TimedRunner, begin: int, shape: CostModel | None, *, every: int = 1) -> CostModel:
+    """A model of the steps since `begin`: `shape` stretched to their speed, or one of their own."""
+    shapes, times = runner.shapes[begin:-1], runner.times[begin:]
     begins, ends = (np.array(column) for column in zip(*times, strict=True))
     executions, gaps = (ends - begins)[:-1], begins[1:] - ends[:-1]
-    whole = fit_cost_model(shapes[:-1], executions.tolist()) if shape is None else shape
-    return fit_engine_part(whole, shapes[:-1], executions, gaps), len(run.answers) / run.seconds
+    whole = fit_cost_model(shapes, executions.tolist()) if shape is None else shape
+    # While nobody asks there are no steps, and the gap is not the engine's.
+    busy = np.flatnonzero(gaps < IDLE_SECONDS)[::every]
+    return fit_engine_part(whole, [shapes[i] for i in busy], executions[busy], gaps[busy])
 
 
 def foretell(engine: Engine, cost_model: CostModel, work: Workload, *, open_loop: bool) -> SimulationResult:
@@ -108,14 +125,14 @@ def foretell(engine: Engine, cost_model: CostModel, work: Workload, *, open_loop
     )
 
 
-def tell(name: str, run: Run, simulated: SimulationResult) -> tuple[float, float]:
+def tell(name: str, speed_of: str, run: Run, simulated: SimulationResult) -> tuple[float, float]:
     """Print both and give the relative errors of throughput and TTFT p95."""
     speed, foretold = run.output_tokens_per_second, simulated.output_tokens_per_second
     ttft, foretold_ttft = (percentile(x, 95) for x in ([a.ttft for a in run.answers], simulated.ttft_seconds))
     errors = foretold / speed - 1, foretold_ttft / ttft - 1
     print(
-        f"{name:9}  {speed:8.1f}  {foretold:8.1f}  {errors[0]:+6.1%}  {ttft:11.2f}  {foretold_ttft:8.2f}  "
-        f"{errors[1]:+6.1%}  {run.counts.steps:6}  {simulated.num_steps:8}",
+        f"{name:9}  {speed_of:8}  {speed:11.1f}  {foretold:8.1f}  {errors[0]:+6.1%}  "
+        f"{ttft:11.2f}  {foretold_ttft:8.2f}  {errors[1]:+6.1%}  {run.counts.steps:6}  {simulated.num_steps:8}",
         flush=True,
     )
     return errors

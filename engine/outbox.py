@@ -8,16 +8,29 @@ from typing import TYPE_CHECKING
 import trio
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.sequence import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went: until it was seated, until its first token, until its last; in seconds."""
+
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request."""
+    """Tokens of a request, and its times."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    timing: Timing = Timing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +53,14 @@ class Delta:
 
 
 class Outbox:
-    """A list and an event. Its length is bounded by the longest answer, its age by `unread_since`."""
+    """A list and an event. Its length is bounded by the longest answer, its age by `unread_since`.
+
+    Attributes:
+        on_news: called with every addition; must not wait. For who reads several outboxes as one.
+    """
 
     def __init__(self) -> None:
+        self.on_news: Callable[[], None] = _nobody
         self.unread_since: float | None = None
         self.last: Delta | None = None
         self._text: list[str] = []
@@ -57,16 +75,25 @@ class Outbox:
         if self.unread_since is None:
             self.unread_since = now
         self._news.set()
+        self.on_news()
 
     def close(self, text: str, reason: FinishReason, usage: Usage, error: str | None = None) -> None:
         """Add the last text and the ending. Only the first ending counts."""
         if self.last is None:
             self.last = Delta(text, (), reason, error, usage)
             self._news.set()
+            self.on_news()
 
     async def take(self) -> Delta:
         """Wait for news and take all of it: several steps' worth when the reader was slow. Safe to cancel."""
         await self._news.wait()
+        return self._take()
+
+    def take_now(self) -> Delta | None:
+        """All the news there is, or `None`."""
+        return self._take() if self._news.is_set() else None
+
+    def _take(self) -> Delta:
         self._news = trio.Event()
         self.unread_since = None
         text, token_ids, last = "".join(self._text), tuple(self._token_ids), self.last
@@ -75,3 +102,7 @@ class Outbox:
         if last is None:
             return Delta(text, token_ids)
         return Delta(text + last.text, token_ids, last.finish_reason, last.error, last.usage)
+
+
+def _nobody() -> None:
+    """Nobody else listens."""

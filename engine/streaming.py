@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.detokenizer import Detokenizer
 from engine.messages import End, Opened, StepResult
-from engine.outbox import Usage
+from engine.outbox import Timing, Usage
 from engine.sequence import FinishReason
 from engine.stats import RequestTimes
 
@@ -115,7 +115,7 @@ class Streaming:
         handle, times = stream.handle, stream.times
         del self._streams[handle.sequence_id]
         times.num_prompt_tokens = handle.num_prompt_tokens
-        usage = Usage(times.num_prompt_tokens, times.num_output_tokens, stream.num_cached_tokens)
+        usage = Usage(times.num_prompt_tokens, times.num_output_tokens, stream.num_cached_tokens, _timing(times))
         handle.outbox.close(stream.detokenizer.finish(), reason, usage, error)
         if handle.abort_cause is not None:
             reason = FinishReason.ABORT  # it came to an end by itself after the caller had left
@@ -125,3 +125,11 @@ class Streaming:
     def _is_slow(self, handle: Handle, now: float) -> bool:
         since = handle.outbox.unread_since
         return since is not None and now - since > self._slow_client_seconds
+
+
+def _timing(times: RequestTimes) -> Timing:
+    """What the caller is told of a request's times. What it never came to took no time."""
+    seated = times.arrival if times.seated is None else times.seated
+    first = seated if times.first_token is None else times.first_token
+    last = first if times.last_token is None else times.last_token
+    return Timing(seated - times.arrival, first - seated, last - first, times.num_preemptions)

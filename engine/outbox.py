@@ -57,10 +57,12 @@ class Outbox:
 
     Attributes:
         on_news: called with every addition; must not wait. For who reads several outboxes as one.
+        num_tokens: how many were ever added.
     """
 
     def __init__(self) -> None:
         self.on_news: Callable[[], None] = _nobody
+        self.num_tokens = 0
         self.unread_since: float | None = None
         self.last: Delta | None = None
         self._text: list[str] = []
@@ -72,6 +74,7 @@ class Outbox:
         if text:
             self._text.append(text)
         self._token_ids.append(token_id)
+        self.num_tokens += 1
         if self.unread_since is None:
             self.unread_since = now
         self._news.set()

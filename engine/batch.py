@@ -8,12 +8,15 @@ changed hands, `new_blocks` for rows that crossed a block border.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine.sequence import FinishReason, SamplingParams
+
+NO_LOGPROBS: Final[Mapping[int, list[TokenLogprobs]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class ScheduledBatch:
         starts: position of the first token each row computes (`num_computed_tokens`).
         counts: tokens each row computes, at least 1 (`num_scheduled_tokens`).
         samples: whether the row reaches its last known token, so that a new one is drawn.
-        decodes: whether the row continues an answer by one token (else it reads a prompt, or reads it again).
+        decodes: whether the row continues an answer by one token (else it reads a prompt, reads it again, or reads
+            tokens that followed without a draw).
         seated: rows that changed hands, to be applied first.
         new_blocks: `(seat, block_ids)` appended to the seat's block table, after `seated`.
         preempted: sequence ids that lost their seat when this step was planned.
@@ -102,6 +106,20 @@ class ScheduledBatch:
         return len(self.seats)
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities, before temperature, penalties, bias and constraints.
+
+    Attributes:
+        token_id: the token that was drawn.
+        logprob: its log-probability.
+        top: (token id, log-probability) of the likeliest, as many as were asked for; of equal ones the lower id first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step gave back.
@@ -110,12 +128,17 @@ class StepOutput:
         token_ids: a token for each row of the batch; -1 where the row did not sample.
         failures: row index to one line of cause, for rows that cannot go on (NaN logits).
         seconds: wall time of the model execution.
+        logprobs: row index to what is told of its token, for rows that asked.
+        forced: row index to tokens that follow the drawn one without a choice: the next step reads them as it reads
+            a prompt. Rows that asked for log-probabilities have none.
     """
 
     step: int
     token_ids: tuple[int, ...]
     failures: Mapping[int, str] = field(default_factory=dict)
     seconds: float = 0.0
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Ending(NamedTuple):
@@ -127,7 +150,14 @@ class Ending(NamedTuple):
 
 
 class StepUpdate(NamedTuple):
-    """What a step meant: `(sequence_id, token_id)` for each that got a token, then those that ended."""
+    """What a step meant.
+
+    Attributes:
+        tokens: `(sequence_id, token_id)` in order; a sequence whose tokens were forced stands there several times.
+        endings: those that ended.
+        logprobs: sequence id to what is told of its tokens in this step, for those that asked.
+    """
 
     tokens: list[tuple[int, int]]
     endings: list[Ending]
+    logprobs: Mapping[int, list[TokenLogprobs]] = NO_LOGPROBS

@@ -13,6 +13,7 @@
     │   ├── QueueFullError
     │   └── DrainingError
     └── EngineError                  a request that was accepted could not be finished
+        └── ConstraintError          for its answer cannot be continued under its constraint
 
 Each message is one line that says what is wrong and what to do about it.
 """
@@ -114,3 +115,7 @@ class DrainingError(UnavailableError):
 
 class EngineError(RelevoError):
     """An accepted request could not be finished; it is not the request's fault."""
+
+
+class ConstraintError(EngineError):
+    """One answer cannot be continued under its constraint."""

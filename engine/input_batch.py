@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.drawing import Extras
 from engine.models.llama import ModelInputs
 from engine.sampler import SamplingRows
 from kernels.paged_attention import Workspace, plan_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from engine.batch import ScheduledBatch, Seated
@@ -71,7 +74,10 @@ class InputBatch:
         self._token_ids: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._block_tables: Ints = np.full((max_num_seqs, -(-max_model_len // block_size)), null_block, dtype=np.int64)
         self._num_blocks: Ints = np.zeros(max_num_seqs, dtype=np.int64)
+        self._vocab_size = vocab_size
         self.sampling = SamplingRows(max_num_seqs, vocab_size)
+        # By seat, until it changes hands; most seats have none.
+        self.extras: dict[int, Extras] = {}
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Take over what changed.
@@ -123,9 +129,17 @@ class InputBatch:
         sampling = np.flatnonzero(samples[order])
         return StepInputs(model, order, loc[:-1], sampling, torch.from_numpy(loc[1:][sampling] - 1))
 
-    def append(self, seats: Ints, positions: Ints, token_ids: Ints) -> None:
-        """Write down drawn tokens, so that the next step finds them."""
+    def append(self, seats: Ints, positions: Ints, token_ids: Ints, forced: Mapping[int, tuple[int, ...]]) -> None:
+        """Write down drawn tokens, so that the next step finds them.
+
+        Args:
+            forced: row to tokens that follow the drawn one. What does not fit the context ends the sequence.
+        """
         self._token_ids[seats, positions] = token_ids
+        for row, following in forced.items():
+            start = positions[row] + 1
+            line = self._token_ids[seats[row], start : start + len(following)]
+            line[:] = following[: len(line)]
 
     def blocks_of(self, seat: int) -> torch.Tensor:
         """Block ids of a seat: [blocks] int64."""
@@ -138,6 +152,11 @@ class InputBatch:
         self._block_tables[seat] = self._null_block
         self._num_blocks[seat] = 0
         self.sampling.set(seat, seated.params, seated.num_prompt_tokens)
+        if Extras.wanted(seated.params):
+            num_prompt_tokens = seated.num_prompt_tokens
+            self.extras[seat] = Extras(seated.params, seated.token_ids, num_prompt_tokens, self._vocab_size)
+        else:
+            self.extras.pop(seat, None)
 
 
 def _columns(batch: ScheduledBatch) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:

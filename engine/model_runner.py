@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from engine.batch import ScheduledBatch, Seated, StepOutput
+from engine.drawing import NOT_A_NUMBER, Drawn, draw
 from engine.errors import ConfigError
 from engine.input_batch import InputBatch, StepInputs
 from engine.models.linear import multiplies_bfloat16
 from engine.models.llama import LlamaModel
-from engine.sampler import sample
 from engine.sequence import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WARM_UP_TOKENS = 32
-NOT_A_NUMBER = "The model computed values that are not finite numbers for this sequence; its weights may be damaged."
 
 
 def resolve_dtype(name: str) -> tuple[torch.dtype, str]:
@@ -129,22 +128,14 @@ class ModelRunner:
             return StepOutput(batch.step, (), {}, time.perf_counter() - begin)
         inputs = self._rows.prepare(batch)
         hidden = self.model.forward(inputs.model, self.kv_caches)
-        token_ids = np.full(len(batch), -1, dtype=np.int64)
+        drawn = self._draw(batch, inputs, hidden)
         broken = {row for row in _broken_rows(hidden, inputs) if row < len(batch)}
-        if len(inputs.sampling) > 0:
-            rows = inputs.order[inputs.sampling]
-            logits = self.model.logits(hidden[inputs.last_tokens])
-            if batch.padding:  # computed like the others, and of no use to anybody
-                logits, rows = logits[torch.from_numpy(rows < len(batch))], rows[rows < len(batch)]
-            seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
-            token_ids[rows] = sample(logits, self._rows.sampling, seats, positions)
-            broken |= {int(row) for row in rows[token_ids[rows] < 0]}
-            self._rows.append(seats, positions, token_ids[rows])
-        for row in broken:
-            token_ids[row] = -1
+        failures = drawn.failures | dict.fromkeys(sorted(broken), NOT_A_NUMBER)
+        for row in failures:
+            drawn.token_ids[row] = -1
             self._clean(batch.seats[row])
-        failures = dict.fromkeys(sorted(broken), NOT_A_NUMBER)
-        return StepOutput(batch.step, tuple(token_ids.tolist()), failures, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        return StepOutput(batch.step, tuple(drawn.token_ids.tolist()), failures, seconds, drawn.logprobs, drawn.forced)
 
     def score(self, token_ids: list[int]) -> list[float]:
         """Negative log-likelihood of each token but the first, in nats, for checks of quality."""
@@ -182,6 +173,19 @@ class ModelRunner:
             seated, new_blocks = (), ()
             hidden = self.model.forward(rows.prepare(batch).model, kv_caches)
             yield start, self.model.logits(hidden)
+
+    def _draw(self, batch: ScheduledBatch, inputs: StepInputs, hidden: torch.Tensor) -> Drawn:
+        """Draw for the rows of the batch that sample, and write the tokens down; hidden is [N, E]."""
+        if len(inputs.sampling) == 0:
+            return Drawn(np.full(len(batch), -1, dtype=np.int64))
+        rows = inputs.order[inputs.sampling]
+        logits = self.model.logits(hidden[inputs.last_tokens])
+        if batch.padding:  # computed like the others, and of no use to anybody
+            logits, rows = logits[torch.from_numpy(rows < len(batch))], rows[rows < len(batch)]
+        seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
+        drawn = draw(logits, self._rows.sampling, self._rows.extras, seats, positions)
+        self._rows.append(seats, positions, drawn.token_ids, drawn.forced)
+        return drawn.placed(rows, len(batch))
 
     def _make_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """One cache a layer; behind its blocks the null block, which stays zero, and one for padding to write to."""

@@ -21,7 +21,7 @@ from engine.work_class import WorkClass, find_way
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engine.batch import ScheduledBatch, StepOutput
+    from engine.batch import ScheduledBatch, StepOutput, TokenLogprobs
     from engine.config import Limits
     from engine.kv_cache import KVCache, Prefix
 
@@ -139,8 +139,9 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> StepUpdate:
         """Apply what a step gave back; results for sequences that have ended meanwhile are dropped and counted."""
-        update = StepUpdate([], [])
-        live, failures = self._live, output.failures
+        told: dict[int, list[TokenLogprobs]] = {}
+        update = StepUpdate([], [], told)
+        live, failures, logprobs, forced = self._live, output.failures, output.logprobs, output.forced
         num_dropped = 0
         columns = zip(batch.sequence_ids, batch.starts, batch.counts, batch.samples, output.token_ids, strict=True)
         for row, (sequence_id, start, count, samples, token_id) in enumerate(columns):
@@ -162,7 +163,11 @@ class Scheduler:
                 sequence.token_ids.append(token_id)
                 update.tokens.append((sequence_id, token_id))
                 if token_id in sequence.stop_token_ids or len(sequence.token_ids) >= sequence.end_length:
-                    self._end_if_due(sequence, token_id, update)
+                    self._end_if_due(sequence, update)
+                if row in logprobs:
+                    told[sequence_id] = [logprobs[row]]
+                if row in forced:
+                    self._add_forced(sequence, forced[row], update)
         self.counters.count_step(batch, num_dropped)
         return update
 
@@ -353,7 +358,10 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.seat >= 0:
-            self._count_slots(sequence)
+            # What was set aside for it, and how much of that was written.
+            reserved = self.kv_cache.blocks_for(self.admission.reserved_tokens(sequence))
+            num_slots = max(len(sequence.block_ids), reserved) * self.kv_cache.block_size
+            self.counters.count_slots(num_slots, sequence.num_computed_tokens)
             self._vacate(sequence, keeps_seat=self.batching.keeps_seat(sequence))
         else:
             self.classes[sequence.background].queue.remove(sequence)
@@ -361,25 +369,24 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
 
-    def _end_if_due(self, sequence: Sequence, token_id: int, update: StepUpdate) -> None:
-        """A stop token came, or the longest length is reached; before `min_tokens` a stop token ends nothing."""
-        if token_id in sequence.stop_token_ids and sequence.num_output_tokens > sequence.params.min_tokens:
-            reason = FinishReason.STOP
-        elif len(sequence.token_ids) >= sequence.end_length:
-            reason = FinishReason.LENGTH
-        else:
-            return
-        self.admission.observe(sequence)
-        self._end(sequence, reason, update)
+    def _add_forced(self, sequence: Sequence, token_ids: tuple[int, ...], update: StepUpdate) -> None:
+        """Add what follows without a draw, up to where the sequence ends."""
+        for token_id in token_ids:
+            if not sequence.is_finished:
+                sequence.token_ids.append(token_id)
+                update.tokens.append((sequence.sequence_id, token_id))
+                self._end_if_due(sequence, update)
+
+    def _end_if_due(self, sequence: Sequence, update: StepUpdate) -> None:
+        """End a sequence whose last token ends it."""
+        reason = sequence.end_reason
+        if reason is not None:
+            self.admission.observe(sequence)
+            self._end(sequence, reason, update)
 
     def _end(self, sequence: Sequence, reason: FinishReason, update: StepUpdate, error: str | None = None) -> None:
         self._finish(sequence, reason)
         update.endings.append(Ending(sequence.sequence_id, reason, error))
-
-    def _count_slots(self, sequence: Sequence) -> None:
-        """Count what was set aside for one that ends, and how much of it was never written."""
-        num_blocks = max(len(sequence.block_ids), self.kv_cache.blocks_for(self.admission.reserved_tokens(sequence)))
-        self.counters.count_slots(num_blocks * self.kv_cache.block_size, sequence.num_computed_tokens)
 
     def _vacate(self, sequence: Sequence, *, keeps_seat: bool = False) -> None:
         work = self.classes[sequence.background]

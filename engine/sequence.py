@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from engine.constraint import Constraint
+
 
 class SequenceStatus(Enum):
     """Where a sequence is. It never leaves `FINISHED`."""
@@ -46,6 +48,13 @@ class SamplingParams:
         max_tokens: longest answer, in tokens; `None` is whatever fits.
         min_tokens: neither a stop token nor a stop string ends the answer before this many tokens.
         stop_token_ids: tokens that end the answer (the model's own end tokens unless `ignore_eos`).
+        frequency_penalty: taken from a token's logit for each time it stands in the answer.
+        presence_penalty: taken once from the logit of each token that stands in the answer.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that stand in the prompt
+            or the answer; 1 changes nothing.
+        logit_bias: (token id, what is added to its logit).
+        num_logprobs: with each token tell its log-probability and those of the n likeliest; `None` tells none.
+        constraint: what the answer may consist of; `None` is anything.
     """
 
     temperature: float = 1.0
@@ -57,6 +66,19 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    constraint: Constraint | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on which tokens there are already, or on a bias."""
+        return bool(
+            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0 or self.logit_bias
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +158,19 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def end_reason(self) -> FinishReason | None:
+        """Why it ends with its last token, if it does.
+
+        Before `min_tokens` a stop token ends nothing, unless a constraint left nothing else to draw.
+        """
+        params = self.params
+        if self.token_ids[-1] in self.stop_token_ids and (
+            self.num_output_tokens > params.min_tokens or params.constraint is not None
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.end_length else None
 
     @property
     def class_name(self) -> str:

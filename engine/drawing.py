@@ -1,0 +1,176 @@
+"""One step's draws, with what some rows ask for beside a token: penalties, log-probabilities, a constraint.
+
+Rows that ask for nothing pay nothing: without any `Extras` a draw is `sample` and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from engine.errors import ConstraintError
+from engine.logprobs import ModelLogits
+from engine.penalties import Penalties
+from engine.sampler import sample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+    from engine.batch import TokenLogprobs
+    from engine.constraint import ConstraintState
+    from engine.sampler import SamplingRows
+    from engine.sequence import SamplingParams
+
+    Ints = NDArray[np.int64]
+
+T = TypeVar("T")
+
+NOT_A_NUMBER = "The model computed values that are not finite numbers for this sequence; its weights may be damaged."
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What the rows that sample were given; the keys are rows of `token_ids`.
+
+    Attributes:
+        token_ids: [R]; -1 where the logits are no numbers, or no token may be drawn.
+        logprobs: for rows that asked.
+        forced: tokens that follow the drawn one without a choice.
+        failures: one line of cause for rows that got no token.
+    """
+
+    token_ids: Ints
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def placed(self, rows: Ints, num_rows: int) -> Drawn:
+        """The same by rows of a batch: draw `i` belongs to `rows[i]`. Rows without a draw have -1."""
+        token_ids = np.full(num_rows, -1, dtype=np.int64)
+        token_ids[rows] = self.token_ids
+
+        def place(found: dict[int, T]) -> dict[int, T]:
+            return {int(rows[index]): value for index, value in found.items()}
+
+        return Drawn(token_ids, place(self.logprobs), place(self.forced), place(self.failures))
+
+
+class Extras:
+    """What one seat asks for beside its draws; made when a sequence sits down, also for one that was preempted.
+
+    Args:
+        token_ids: everything known of the sequence.
+        num_prompt_tokens: how many of them are prompt.
+        vocab_size: of the logits.
+    """
+
+    def __init__(
+        self, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int, vocab_size: int
+    ) -> None:
+        prompt, output = token_ids[:num_prompt_tokens], tuple(token_ids[num_prompt_tokens:])
+        self.num_logprobs = params.num_logprobs
+        self._penalties = Penalties(params, prompt, output, vocab_size) if params.has_penalties else None
+        self._constraint = params.constraint
+        self._output = output
+        self._state: ConstraintState | None = None
+
+    @staticmethod
+    def wanted(params: SamplingParams) -> bool:
+        """Whether a request asks for any of it."""
+        return params.num_logprobs is not None or params.constraint is not None or params.has_penalties
+
+    def adjust(self, logits: torch.Tensor, stop_ids: Ints) -> bool:
+        """Change the seat's logits, [V] float32, before a token is drawn.
+
+        Returns:
+            Whether only stop tokens are left, which then need not wait for `min_tokens`.
+
+        Raises:
+            ConstraintError: the answer cannot go on.
+        """
+        row = logits.numpy()
+        if self._penalties is not None:
+            self._penalties.adjust(row)
+        if self._constraint is None:
+            return False
+        if self._state is None:
+            self._state = self._constraint.begin(self._output)
+        allowed = _bits(self._state.allowed(), len(row))
+        row[~allowed] = -math.inf
+        may_stop = allowed[stop_ids].any()
+        allowed[stop_ids] = False
+        if allowed.any():
+            return False
+        if not may_stop:
+            raise ConstraintError("No token of the vocabulary may follow under the constraint of this request.")
+        return True
+
+    def take(self, token_id: int) -> tuple[int, ...]:
+        """A token was drawn; gives those that follow it without a choice.
+
+        Raises:
+            ConstraintError: the answer cannot go on.
+        """
+        forced: tuple[int, ...] = ()
+        if self._state is not None:
+            self._state.consume(token_id)
+            if self.num_logprobs is None:  # what nobody drew has no log-probability to tell
+                forced = self._state.force()
+        if self._penalties is not None:
+            for each in (token_id, *forced):
+                self._penalties.take(each)
+        return forced
+
+
+def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], seats: Ints, positions: Ints) -> Drawn:
+    """Draw a token for each row.
+
+    Args:
+        logits: [R, V] float32; overwritten.
+        rows: how each seat samples.
+        extras: by seat; seats without need none.
+        seats: [R], each row's line of `rows`.
+        positions: [R], where the drawn tokens will stand in their sequences.
+    """
+    asking = [(row, seat, extras[seat]) for row, seat in enumerate(seats.tolist()) if seat in extras] if extras else []
+    before = {
+        row: ModelLogits(logits[row], extra.num_logprobs) for row, _, extra in asking if extra.num_logprobs is not None
+    }
+    failures: dict[int, str] = {}
+    for row, seat, extra in asking:
+        try:
+            if extra.adjust(logits[row], rows.stop_ids[seat]):
+                rows.stops_from[seat] = 0
+        except ConstraintError as error:
+            failures[row] = str(error)
+    drawn = Drawn(sample(logits, rows, seats, positions), failures=failures)
+    for row in np.flatnonzero(drawn.token_ids < 0).tolist():
+        failures.setdefault(row, NOT_A_NUMBER)
+    for row, _, extra in asking:
+        if row in failures:
+            continue
+        token_id = int(drawn.token_ids[row])
+        try:
+            forced = extra.take(token_id)
+        except ConstraintError as error:
+            failures[row] = str(error)
+            continue
+        if forced:
+            drawn.forced[row] = forced
+        if row in before:
+            drawn.logprobs[row] = before[row].tell(token_id)
+    return drawn
+
+
+def _bits(mask: bytes, size: int) -> NDArray[np.bool_]:
+    """A mask of one bit a token as [size] of truth values; what it does not reach is false."""
+    allowed = np.zeros(size, dtype=np.bool_)
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")[:size]
+    allowed[: len(bits)] = bits
+    return allowed

@@ -26,6 +26,9 @@ class ChatTemplate:
 
     Raises:
         ModelFileError: the template does not parse.
+
+    Attributes:
+        variables: the names that the template looks at; whether it knows tools, for one.
     """
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -41,6 +44,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelFileError(f"The model's chat template does not parse: {_one_line(error)}") from error
+        self.variables = _names_in(environment, source)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
@@ -68,14 +72,15 @@ class ChatTemplate:
     ) -> list[int]:
         """Token ids of the conversation; a BOS comes from the template alone.
 
-        Only what the template itself writes can become a control token: spellings inside the messages are broken
-        before rendering and mended after the rendered text was split at those that are left.
+        Only what the template itself writes can become a control token: spellings inside the messages, and inside what
+        else it is given (definitions of tools), are broken before rendering and mended after the rendered text was split
+        at those that are left.
 
         Raises:
             InvalidRequestError: the template refuses the messages.
         """
-        guarded, back = tokenizer.guard.protect(list(messages))
-        rendered = self.render(guarded, add_generation_prompt=add_generation_prompt, **kwargs)
+        (guarded, options), back = tokenizer.guard.protect([list(messages), kwargs])
+        rendered = self.render(guarded, add_generation_prompt=add_generation_prompt, **options)
         pieces = tokenizer.split_control(rendered)
         try:
             return tokenizer.encode_pieces(
@@ -83,6 +88,17 @@ class ChatTemplate:
             )
         except InvalidRequestError as error:
             raise InvalidRequestError(str(error), param="messages") from error
+
+
+def _names_in(environment: jinja2.Environment, source: str) -> frozenset[str]:
+    """All names in a template's code but attributes: also those it gives a value first, where it got none."""
+    names, before = set(), ""
+    for _, kind, value in environment.lex(source):
+        if kind == "name" and before != ".":
+            names.add(value)
+        if kind != "whitespace":
+            before = value
+    return frozenset(names)
 
 
 def _one_line(error: Exception) -> str:

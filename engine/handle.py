@@ -11,7 +11,7 @@ from engine.outbox import Delta, Outbox, Usage
 from engine.sequence import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Hashable
+    from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
 
     from engine.errors import RelevoError
 
@@ -36,10 +36,15 @@ class TokensPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages for the chat template. Their content is text and never becomes a control token."""
+    """Messages for the chat template. Their content is text and never becomes a control token.
+
+    Attributes:
+        options: what else the template is given: `tools`, switches of a thinking model.
+    """
 
     messages: tuple[dict[str, Any], ...]
     param: str = "messages"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class GenerationRequest:
         request_id: the name shown on pages and in logs; need not be unique.
         stop: strings that end the answer; nothing of them is ever shown.
         ignore_eos: the model's own end tokens do not end the answer.
+        skip_special_tokens: control tokens are not shown; otherwise as the vocabulary spells them.
         cache_root: only requests of the same root share cached blocks.
         key_name: name of the API key that asked, empty without keys; between keys the engine is fair.
         background: background work waits for the interactive.
@@ -65,6 +71,7 @@ class GenerationRequest:
     key_name: str = ""
     background: bool = False
     priority: int = 0
+    skip_special_tokens: bool = True
 
 
 class Handle:

@@ -12,6 +12,7 @@ from engine.errors import ContextLengthError, InvalidRequestError, QueueFullErro
 from engine.handle import ChatPrompt, TextPrompt, TokensPrompt
 from engine.messages import Add, End, Opened
 from engine.sequence import FinishReason, Sequence
+from engine.text_guard import strings_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,15 +134,14 @@ class Ingress:
                 return token_ids
             case TextPrompt(text):
                 encode = partial(self._tokenizer.encode, text, parse_control=True)
-            case ChatPrompt(messages):
+            case ChatPrompt(messages, options=options):
                 if self._chat_template is None:
                     raise InvalidRequestError(
                         "This model has no chat template; use /v1/completions instead.", param=prompt.param
                     )
-                encode = partial(self._chat_template.encode, list(messages), self._tokenizer)
-        length = _length(prompt)
-        self.check_text(length, prompt.param)
-        if length > LONG_TEXT:
+                encode = partial(self._chat_template.encode, list(messages), self._tokenizer, **options)
+        self.check_text(_least_length(prompt), prompt.param)
+        if _length(prompt) > LONG_TEXT:
             return tuple(await trio.to_thread.run_sync(encode))
         return tuple(encode())
 
@@ -155,11 +155,18 @@ class Ingress:
 
 
 def _length(prompt: TextPrompt | TokensPrompt | ChatPrompt) -> int:
-    """Characters to be tokenized."""
+    """Characters that are worked on."""
+    if isinstance(prompt, ChatPrompt):
+        return sum(map(len, strings_in([prompt.messages, prompt.options])))
+    return _least_length(prompt)
+
+
+def _least_length(prompt: TextPrompt | TokensPrompt | ChatPrompt) -> int:
+    """Characters that are tokenized in any case; a chat template may leave out what is no content."""
     match prompt:
         case TextPrompt(text):
             return len(text)
         case ChatPrompt(messages):
-            return sum(len(str(message.get("content") or "")) for message in messages)
+            return sum(len(message.get("content") or "") for message in messages)
         case TokensPrompt():
             return 0

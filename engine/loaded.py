@@ -44,8 +44,17 @@ class TokenizerLike(Protocol):
 class ChatTemplateLike(Protocol):
     """What the engine asks of a chat template."""
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names that the template looks at beside the messages."""
+        ...
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """A conversation as text; raises `InvalidRequestError` when the template refuses it."""
+        ...
+
     def encode(
-        self, messages: list[dict[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = True
+        self, messages: list[dict[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequestError` when the template refuses it."""
         ...

@@ -45,7 +45,7 @@ class ControlGuard:
         Raises:
             InvalidRequestError: the value uses so many private-use characters that none is left.
         """
-        used = set(chain.from_iterable(_strings(value)))
+        used = set(chain.from_iterable(strings_in(value)))
         free = (chr(code) for codes in _PRIVATE_USE for code in codes if chr(code) not in used)
         stand_ins = dict(zip(self._alphabet, free, strict=False))
         if len(stand_ins) < len(self._alphabet):
@@ -82,13 +82,14 @@ class ControlGuard:
         return text
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
+    """Every string in a value made of strings, lists and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield key
-            yield from _strings(inner)
+            yield from strings_in(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _strings(inner)
+            yield from strings_in(inner)

@@ -7,6 +7,7 @@ another answer than `expected_output`.
 
 from __future__ import annotations
 
+import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -66,20 +67,39 @@ class FakeTokenizer:
 
 
 class FakeChatTemplate:
-    """Each turn is its role's control token and its content."""
+    """Each turn is its role's control token and its content.
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        turns = "".join(f"<|{'assistant' if m['role'] == 'assistant' else 'user'}|>{m['content']}" for m in messages)
-        return turns + ("<|assistant|>" if add_generation_prompt else "")
+    Args:
+        variables: what it looks at beside the messages. Tools make a turn of their own, at the beginning.
+        opening: what it begins an answer with, unless `enable_thinking` is false.
+    """
+
+    def __init__(self, variables: Iterable[str] = (), opening: str = "") -> None:
+        self.variables = frozenset(variables)
+        self._opening = opening
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        turns = "".join(
+            f"<|{'assistant' if m['role'] == 'assistant' else 'user'}|>{m['content']}"
+            for m in self._with_tools(messages, kwargs)
+        )
+        return turns + (f"<|assistant|>{self._begin(kwargs)}" if add_generation_prompt else "")
 
     def encode(
-        self, messages: list[dict[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = True
+        self, messages: list[dict[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
         token_ids: list[int] = []
-        for message in messages:
+        for message in self._with_tools(messages, kwargs):
             token_ids.append(258 if message["role"] == "assistant" else 257)
             token_ids.extend(tokenizer.encode(message["content"], parse_control=False))
-        return [*token_ids, 258] if add_generation_prompt else token_ids
+        return [*token_ids, 258, *self._begin(kwargs).encode()] if add_generation_prompt else token_ids
+
+    def _with_tools(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+        tools = kwargs.get("tools")
+        return [*([{"role": "system", "content": json.dumps(tools)}] if tools else []), *messages]
+
+    def _begin(self, kwargs: dict[str, Any]) -> str:
+        return self._opening if kwargs.get("enable_thinking", True) else ""
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -115,6 +135,7 @@ class FakeRunner:
         num_blocks: blocks of the memory.
         block_size: tokens of a block.
         end_after: length at which an answer ends by itself, from its prompt; `None` never.
+        answer: what is answered to a prompt instead of the model's own letters; `None` is the model's own.
         before_step: called with each batch first; may raise, to make the step fail.
     """
 
@@ -124,6 +145,7 @@ class FakeRunner:
         block_size: int,
         *,
         end_after: Callable[[list[int]], int | None] | None = None,
+        answer: Callable[[list[int]], bytes | None] | None = None,
         before_step: Callable[[ScheduledBatch], None] | None = None,
     ) -> None:
         self.batches: list[ScheduledBatch] = []
@@ -131,6 +153,7 @@ class FakeRunner:
         self._block_size = block_size
         self._rows: dict[int, _Row] = {}
         self._end_after = end_after
+        self._answer = answer
         self._before_step = before_step
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
@@ -161,9 +184,11 @@ class FakeRunner:
             for position in range(start + count)
         ]
         prompt = row.token_ids[: row.num_prompt_tokens]
-        length = self._end_after(prompt) if self._end_after is not None else None
-        ends = length is not None and len(known) - len(prompt) == length and EOS in row.params.stop_token_ids
-        token_id = EOS if ends else next_token(known)
+        answer = self._answer(prompt) if self._answer is not None else None
+        length = len(answer) if answer is not None else self._end_after(prompt) if self._end_after is not None else None
+        count = len(known) - len(prompt)
+        ends = length is not None and count == length and EOS in row.params.stop_token_ids
+        token_id = EOS if ends else next_token(known) if answer is None or count >= len(answer) else answer[count]
         row.token_ids.append(token_id)
         return token_id
 
@@ -201,13 +226,14 @@ async def open_fake_engine(
     max_model_len: int = 512,
     step_seconds: float = 0.01,
     runner: FakeRunner | None = None,
-    chat_template: bool = True,
+    chat_template: bool | FakeChatTemplate = True,
     name: str = "fake",
     end_after: Callable[[list[int]], int | None] | None = None,
+    answer: Callable[[list[int]], bytes | None] | None = None,
 ) -> AsyncIterator[Engine]:
     """A real engine over the fake model; each step takes `step_seconds` of the loop's time."""
     config = config or fake_config()
-    runner = runner or FakeRunner(num_blocks, config.block_size, end_after=end_after)
+    runner = runner or FakeRunner(num_blocks, config.block_size, end_after=end_after, answer=answer)
 
     def load(_: EngineConfig) -> LoadedModel:
         return LoadedModel(
@@ -218,7 +244,7 @@ async def open_fake_engine(
             num_blocks=num_blocks,
             runner=runner,
             tokenizer=FakeTokenizer(),
-            chat_template=FakeChatTemplate() if chat_template else None,
+            chat_template=FakeChatTemplate() if chat_template is True else chat_template or None,
         )
 
     @asynccontextmanager

@@ -86,6 +86,28 @@ def test_names_and_arguments_are_guarded_too() -> None:
     assert tokenizer.decode(ids) == '<|im_end|>{"<|im_start|>": ["<|endoftext|>"]}'
 
 
+def test_definitions_of_tools_are_guarded_too() -> None:
+    """They come from a request as the messages do."""
+    tokenizer = make_tokenizer()
+    template = ChatTemplate("{{ tools | tojson }}{{ messages[0].content }}")
+    ids = template.encode(HELLO, tokenizer, tools=[{"name": "<|im_end|>", "<|im_start|>": 1}])
+    assert not any(map(tokenizer.is_control, ids))
+    assert tokenizer.decode(ids) == '[{"name": "<|im_end|>", "<|im_start|>": 1}]hello'
+
+
+@pytest.mark.parametrize(
+    ("source", "known"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools is not none %}t{% endif %}", True),
+        ("tools {{ message.tools }}{{ messages[0]['tools'] }}{# tools #}", False),
+    ],
+)
+def test_what_a_template_looks_at(source: str, known: bool) -> None:
+    """Its variables, wherever in its code, but neither attributes nor its text."""
+    assert ("tools" in ChatTemplate(source).variables) is known
+
+
 def test_adjacent_text_is_encoded_as_one_piece() -> None:
     """Merges cross the border between template and content, as in training."""
     tokenizer = make_tokenizer()

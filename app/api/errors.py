@@ -42,6 +42,7 @@ class ApiError(RelevoError):
         self.param = param
         self.code = code
         self.extra: dict[str, Any] = {}
+        self.headers: dict[str, str] = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
 
 class ModelNameError(ApiError):
@@ -85,8 +86,7 @@ def describe(error: Exception) -> ErrorAnswer:
     """What a client is told about `error`; an unknown one tells nothing but that it happened."""
     match error:
         case ApiError():
-            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-            return ErrorAnswer(error.status, str(error), error.param, error.code, error.extra, headers)
+            return ErrorAnswer(error.status, str(error), error.param, error.code, error.extra, error.headers)
         case ContextLengthError():
             extra = {"prompt_tokens": error.num_prompt_tokens, "capacity": error.capacity}
             return ErrorAnswer(400, str(error), error.param, error.code, extra)

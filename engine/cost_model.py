@@ -186,7 +186,7 @@ class CostModel:
         """What `to_json` gave; other keys are passed over.
 
         Raises:
-            ConfigError: a part is missing or no number of seconds.
+            ConfigError: a part is missing or no number of seconds, or a step would take none.
         """
         if not isinstance(data, dict):
             raise ConfigError("A cost model is a JSON object, as `relevo bench --json` writes it.")
@@ -196,7 +196,10 @@ class CostModel:
         products, head = _curve("products", data["products"]), _curve("head", data["head"])
         if not products.points:
             raise ConfigError("The cost model's products have no points.")
-        return cls(products, head, *[_seconds(name, data[name]) for name in SECONDS])
+        model = cls(products, head, *[_seconds(name, data[name]) for name in SECONDS])
+        if model.seconds(StepShape(1, 1, 1, 1)) <= 0:
+            raise ConfigError("By the cost model a step takes no time; write a new one with `relevo bench --json`.")
+        return model
 
 
 def read_cost_model(path: Path) -> CostModel:
@@ -224,6 +227,8 @@ def _curve(name: str, value: object) -> Curve:
         points.append((_seconds(name, point[0]), _seconds(name, point[1])))
     if any(a >= b for (a, _), (b, _) in pairwise(points)):
         raise ConfigError(f"The cost model's {name} are not ordered by number.")
+    if any(a > b for (_, a), (_, b) in pairwise(points)):
+        raise ConfigError(f"The cost model's {name} fall: more cannot take less time.")
     return Curve(tuple(points))
 
 

@@ -20,7 +20,7 @@ from engine.cost_fit import (
     non_negative_least_squares,
     relative_errors,
 )
-from engine.cost_model import CostModel, Curve, StepShape, read_cost_model, shape_of
+from engine.cost_model import SECONDS, CostModel, Curve, StepShape, read_cost_model, shape_of
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ def test_json_there_and_back(tmp_path: Path) -> None:
         ({"row_seconds": True}, "row_seconds holds True"),
         ({"row_seconds": float("nan")}, "row_seconds holds nan"),
         ({"products": []}, "no points"),
+        ({"products": [[1, 0.2], [2, 0.1]]}, "fall"),
+        ({**dict.fromkeys(SECONDS, 0.0), "products": [[1, 0.0], [9, 0.1]], "head": []}, "takes no time"),
         ({"products": 3}, "not a list"),
         ({"products": [[1]]}, "not a list"),
         ({"products": [[2, 0.1], [1, 0.2]]}, "not ordered"),

@@ -12,6 +12,7 @@ import trio
 from engine.cost_fit import fit_engine_part, relative_errors
 from engine.cost_model import shape_of
 from engine.engine import open_engine
+from engine.errors import ConfigError
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.sequence import SamplingParams
 from engine.startup import load_model
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from engine.workload import Workload
 
 MIN_STEPS, NUM_DROPPED = 40, 10
+LEAST_STEPS = 4  # that can be fitted, and some of them held back
+NUM_WAITING = 4
 MEAN_TOKENS = 200  # of a request: short enough to see many of them begin and end
 NUM_REQUESTS = 2000
 POLL_SECONDS = 0.05
@@ -65,6 +68,7 @@ async def measure_engine_part(
 
     Raises:
         ModelError: the model cannot be loaded.
+        ConfigError: there are so many seats that all requests are answered in a few steps.
     """
     runners: list[TimedRunner] = []
 
@@ -73,12 +77,13 @@ async def measure_engine_part(
         runners.append(TimedRunner(loaded.runner))
         return replace(loaded, runner=runners[0])
 
-    async with open_engine(replace(config, policy="continuous"), load=load) as engine:
+    # A few more than there are seats, so that somebody always waits.
+    num_clients = config.max_num_seqs + NUM_WAITING
+    async with open_engine(_letting_in(config, num_clients), load=load) as engine:
         workload = _short(engine.model.context_length)
         indices = iter(range(NUM_REQUESTS))
         async with trio.open_nursery() as nursery:
-            # A few more than there are seats, so that somebody always waits.
-            for _ in range(config.max_num_seqs + min(4, config.max_waiting)):
+            for _ in range(num_clients):
                 nursery.start_soon(_ask, engine, workload, indices)
             end = trio.current_time() + seconds
             while trio.current_time() < end or len(runners[0].times) < MIN_STEPS + NUM_DROPPED:
@@ -89,7 +94,22 @@ async def measure_engine_part(
             nursery.cancel_scope.cancel()
         engine.abort_all("shutdown")
         await engine.wait_idle()
+    if len(shapes) < NUM_DROPPED + LEAST_STEPS:
+        raise ConfigError(
+            f"{NUM_REQUESTS} requests were answered in {len(shapes)} steps, too few to measure; ask for fewer seats "
+            "(--max-num-seqs)."
+        )
     return _fitted(model, shapes[NUM_DROPPED:], times[NUM_DROPPED : len(shapes)])
+
+
+def _letting_in(config: EngineConfig, num_clients: int) -> EngineConfig:
+    """The settings of an engine that refuses none of its clients, whatever the server would do."""
+    return replace(
+        config,
+        policy="continuous",
+        max_waiting=num_clients,
+        max_waiting_tokens=num_clients * (config.max_model_len or 1 << 20),
+    )
 
 
 def _fitted(

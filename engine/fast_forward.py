@@ -2,6 +2,9 @@
 
 The result is that of as many calls of `schedule` and `update`: tokens, blocks, counters. Nothing can happen in between
 because it is asked for beforehand: nobody ends, nobody sits down, the pool has the blocks.
+
+That holds where all work is interactive and of one key, as in a simulation. Between keys and classes a seat can be
+yielded to one who waits while nobody ends, and that is not asked for here.
 """
 
 from __future__ import annotations

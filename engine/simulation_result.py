@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from engine.counters import Counters
 
 
-class RequestTimes(NamedTuple):
+class ServedRequest(NamedTuple):
     """One request that was served; seconds from the start of the workload.
 
     Attributes:
@@ -54,7 +54,7 @@ class SimulationResult:
         steps: the first of the steps, as many as were asked for.
     """
 
-    requests: tuple[RequestTimes, ...]
+    requests: tuple[ServedRequest, ...]
     refused: tuple[int, ...]
     failed: tuple[int, ...]
     num_steps: int

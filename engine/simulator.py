@@ -18,7 +18,7 @@ from engine.fast_forward import is_closed, is_steady, num_steady_steps, repeat
 from engine.kv_cache import KVCache
 from engine.scheduler import MAX_SKIPPED, Scheduler
 from engine.sequence import SamplingParams, Sequence
-from engine.simulation_result import RecordedStep, RequestTimes, SimulationResult
+from engine.simulation_result import RecordedStep, ServedRequest, SimulationResult
 
 if TYPE_CHECKING:
     from engine.batch import ScheduledBatch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.cost_model import CostModel
     from engine.workload import Workload
 
-__all__ = ["RecordedStep", "RequestTimes", "SimulationResult", "simulate"]
+__all__ = ["RecordedStep", "ServedRequest", "SimulationResult", "simulate"]
 
 STOP, ORDINARY = 0, 1
 VOCAB_SIZE = 50_000
@@ -49,7 +49,7 @@ def simulate(
     num_recorded_steps: int = 0,
     jump: bool = True,
 ) -> SimulationResult:
-    """Serve a workload.
+    """Serve a workload: interactive requests of one key, as the claims of `engine/fast_forward.py` want it.
 
     Args:
         num_seats: seats there are; `None` is `limits.max_num_seqs`.
@@ -129,7 +129,7 @@ class _Simulation:
         self._idle_seconds = 0.0
         self._live: dict[int, Sequence] = {}
         self._ends_at: dict[int, int] = {}
-        self._requests: list[RequestTimes] = []
+        self._requests: list[ServedRequest] = []
         self._refused: list[int] = []
         self._failed: list[int] = []
         self._steps: list[RecordedStep] = []
@@ -235,7 +235,7 @@ class _Simulation:
         if sequence.first_seated_time is None or sequence.first_token_time is None:
             raise RuntimeError(f"request {sequence_id} ended as {sequence.finish_reason} before its first token")
         self._requests.append(
-            RequestTimes(
+            ServedRequest(
                 item=sequence_id,
                 arrival=sequence.arrival_time,
                 seated=sequence.first_seated_time,

@@ -19,6 +19,15 @@ RATE_SECONDS = 10.0
 MAX_SAMPLES = 32_768
 
 
+def nearest_rank(ordered: Seq[float], percent: int) -> float:
+    """The smallest of some samples that at least `percent` per cent of them do not exceed.
+
+    Args:
+        ordered: the samples, ascending; one at least.
+    """
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
 def _series(first: float, last: float) -> tuple[float, ...]:
     """Bucket bounds 1, 2, 5, 10, … times a power of ten, from `first` to `last`, both included."""
     bounds = [digit * 10.0**power for power in range(-3, 7) for digit in (1.0, 2.0, 5.0)]
@@ -81,8 +90,7 @@ class SlidingWindow:
 
     def percentile(self, p: int) -> float | None:
         """The smallest sample that at least `p` per cent do not exceed."""
-        count = len(self._sorted)
-        return self._sorted[max(0, -(-count * p // 100) - 1)] if count else None
+        return nearest_rank(self._sorted, p) if self._sorted else None
 
     def _drop_oldest(self) -> None:
         _, value = self._arrived.popleft()

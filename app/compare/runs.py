@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from engine.stats import nearest_rank
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -111,6 +113,5 @@ class Run:
 
 
 def percentile(samples: Sequence[float], percent: int) -> float:
-    """The smallest sample that at least `percent` per cent do not exceed (nearest rank)."""
-    ordered = sorted(samples)
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+    """The smallest sample that at least `percent` per cent do not exceed."""
+    return nearest_rank(sorted(samples), percent)

@@ -13,6 +13,7 @@ import trio
 from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, settings_of
 from app.cli.pull import with_model
 from app.config import keys
+from app.render.numbers import exact
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from app.config import Settings
 
 SECTIONS = (*OFFLINE_SECTIONS, "slo")
-# Of SmolLM2-135M, weights and cache in 16 bits.
-BYTES_PER_WEIGHT, KV_BYTES_PER_TOKEN = 2.0, 23_040.0
+BYTES_PER_WEIGHT = 2.0
+# Of SmolLM2-135M in 16 bits: 2 x 30 layers x 3 KV heads x 64 numbers x 2 bytes.
+KV_BYTES_PER_TOKEN = 23_040.0
 MACHINE = ("memory_gb_per_second", "tflops", "parameters")
+KV_HELP = "of that model: 2 x layers x KV heads x head size x bytes (with --cost-model: 23040 by default)"
 SIMULATION = ("cost_model", *MACHINE, "bytes_per_weight", "kv_bytes_per_token")
 
 
@@ -60,7 +63,7 @@ def _add_simulation(command: Parser) -> None:
     group.add_argument("--tflops", type=_positive, metavar="X", help="and what it multiplies")
     group.add_argument("--parameters", type=_positive, metavar="N", help="and the model's weights, such as 8e9")
     group.add_argument("--bytes-per-weight", type=_positive, metavar="X", help="of that model (default 2)")
-    group.add_argument("--kv-bytes-per-token", type=_positive, metavar="X", help="of that model (default 23040)")
+    group.add_argument("--kv-bytes-per-token", type=_positive, metavar="X", help=KV_HELP)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,7 +115,7 @@ def _other_flags(options: argparse.Namespace) -> Iterator[str]:
     for name in SIMULATION:
         value = getattr(options, name)
         if value is not None:
-            yield from (_flag(name), f"{value:g}" if isinstance(value, float) else str(value))
+            yield from (_flag(name), exact(value) if isinstance(value, float) else str(value))
 
 
 def _on_the_engine(settings: Settings, options: argparse.Namespace, report: Reporter) -> Outcome:
@@ -142,10 +145,15 @@ def _machine(settings: Settings, options: argparse.Namespace) -> Machine:
 
     config = settings.engine_config()
     described = [name for name in MACHINE if getattr(options, name) is not None]
-    kv_bytes = options.kv_bytes_per_token or KV_BYTES_PER_TOKEN
+    kv_bytes = options.kv_bytes_per_token
     if options.cost_model is not None and not described:
-        return measured_machine(options.cost_model, config, kv_bytes_per_token=kv_bytes)
+        return measured_machine(options.cost_model, config, kv_bytes_per_token=kv_bytes or KV_BYTES_PER_TOKEN)
     if options.cost_model is None and len(described) == len(MACHINE):
+        if kv_bytes is None:
+            raise ConfigError(
+                "A described machine needs --kv-bytes-per-token of its model: "
+                "2 x layers x KV heads x head size x bytes of a number."
+            )
         return described_machine(
             config,
             memory_gb_per_second=options.memory_gb_per_second,

@@ -31,10 +31,10 @@ class Bound:
     """How many times as fast continuous batching can be, from the lengths alone.
 
     Attributes:
-        continuous_over_static: the longest answer of a batch over the mean answer, batches in the order of arrival: in
-            steps, every seat always taken, prompts free.
+        continuous_over_static: the longest answer of a batch over the mean answer, whole batches in the order of
+            arrival: in steps, every seat always taken, prompts free.
         continuous_over_static_with_tail: the same, but at the end seats stay empty for want of successors.
-        padded_prompts: the longest prompt of a batch over the mean prompt: what padding multiplies reading by.
+        padded_prompts: the longest prompt of a whole batch over the mean prompt: what padding multiplies reading by.
         continuous_over_static_with_prompts: in steps, with prompts read and padded under the token budget.
     """
 
@@ -57,10 +57,13 @@ def bound_of(lengths: Lengths, *, seats: int, token_budget: int) -> Bound:
     )
     tokens = total_prompts + total_answers - len(lengths)
     least_steps = max(tokens / token_budget, total_answers / seats)
+    # The last batch may be of a few only; where there is a whole one it must not weigh as much as one.
+    num_batches = max(1, len(lengths) // seats)
+    whole = lengths.first(num_batches * seats)
     return Bound(
-        continuous_over_static=fmean(longest_answers) / fmean(lengths.answers),
+        continuous_over_static=fmean(longest_answers[:num_batches]) / fmean(whole.answers),
         continuous_over_static_with_tail=sum(longest_answers) / _steps_with_handover(lengths.answers, seats),
-        padded_prompts=fmean(longest_prompts) / fmean(lengths.prompts),
+        padded_prompts=fmean(longest_prompts[:num_batches]) / fmean(whole.prompts),
         continuous_over_static_with_prompts=fixed_steps / least_steps,
     )
 

@@ -11,6 +11,7 @@ from app.compare.runs import Answer, Counts, Run
 from engine.errors import EngineError
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.sequence import FinishReason, SamplingParams
+from engine.step_log import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from engine.workload import Workload
 
 NUM_PICTURED_STEPS: Final = 120
-GATHER_SECONDS: Final = 0.001
+# Under it nobody sits down beside somebody who sits, and one alone need not wait for company.
+GATHERING_POLICY: Final = "static_dropped"
 
 
 class StepWatch:
@@ -31,16 +33,19 @@ class StepWatch:
         self._max_kept = max_kept
         self.begin()
 
-    def begin(self, *, skip: int = 0) -> None:
-        """Start from nothing, after `skip` more steps; to be called when no step is under way."""
-        self._skip = skip
+    def begin(self, *, without: int | None = None) -> None:
+        """Start from nothing; to be called when no step is under way.
+
+        Args:
+            without: a sequence whose steps do not count.
+        """
+        self._without = without
         self.kept: list[ScheduledBatch] = []
         self.steps = self.rows = self.padded_rows = self.padding_tokens = 0
 
     def __call__(self, batch: ScheduledBatch) -> None:
         """A step was computed. Called on the thread that computes."""
-        if self._skip:
-            self._skip -= 1
+        if self._without in batch.sequence_ids:
             return
         self.steps += 1
         self.rows += len(batch.seats) + len(batch.padding)
@@ -69,7 +74,7 @@ class Requests:
     Attributes:
         lengths: tokens of each answer.
         arrivals: seconds from the start of a run; `None` for a backlog, which is there at its start.
-        first: not counted; the engine computes it, in one step, while a backlog gathers behind it.
+        first: not counted; it keeps the engine busy, token by token, while a backlog gathers behind it.
     """
 
     made: Sequence[GenerationRequest] = field(repr=False)
@@ -80,7 +85,7 @@ class Requests:
 
 def make_requests(engine: Engine, workload: Workload, *, salt: int, open_loop: bool) -> Requests:
     """Greedy requests with scripted lengths; another salt gives other prompts, which no earlier run has cached."""
-    vocab_size, limits = engine.tokenizer.vocab_size, engine.limits
+    vocab_size = engine.tokenizer.vocab_size
     # A model without an end token of its own ends with the last token of its vocabulary: somewhere it must.
     stop_token_ids = engine.tokenizer.stop_token_ids or frozenset({vocab_size - 1})
     longest = workload.max_output_tokens
@@ -94,14 +99,11 @@ def make_requests(engine: Engine, workload: Workload, *, salt: int, open_loop: b
         request(f"r{index + 1}", workload.prompt_token_ids(index, vocab_size, salt), length)
         for index, length in enumerate(lengths)
     ]
-    one_step = min(
-        limits.max_num_batched_tokens,
-        limits.long_prefill_token_threshold or limits.max_num_batched_tokens,
-        engine.model.context_length - 1,
-    )
-    filling = ((vocab_size // 4 + salt) % vocab_size, *[vocab_size // 2] * (one_step - 1))
     arrivals = [item.arrival_seconds for item in workload.items] if open_loop else None
-    return Requests(made, lengths, arrivals, request("first", filling, 1))
+    # Never ends by itself before it has filled the context.
+    endless = SamplingParams(temperature=0, min_tokens=engine.model.context_length, stop_token_ids=stop_token_ids)
+    first = GenerationRequest("first", TokensPrompt(((vocab_size // 4 + salt) % vocab_size,)), endless)
+    return Requests(made, lengths, arrivals, first)
 
 
 async def run_policy(
@@ -122,7 +124,6 @@ async def run_policy(
     Raises:
         EngineError: an answer did not come as scripted.
     """
-    await engine.set_limits({"policy": policy})
     names: dict[int, str] = {}
     seen: list[_Seen] = []
 
@@ -138,11 +139,12 @@ async def run_policy(
 
     async with trio.open_nursery() as nursery:
         if requests.arrivals is None:
-            handles = await _gather(engine, watch, requests, submit)
+            handles = await _gather(engine, watch, requests, policy, submit)
             before, start = engine.snapshot(), trio.current_time()
             for handle in handles:
                 follow(handle, start)
         else:
+            await engine.set_limits({"policy": policy})
             watch.begin()
             before, start = engine.snapshot(), trio.current_time()
             for arrival, request in zip(requests.arrivals, requests.made, strict=True):
@@ -160,16 +162,31 @@ async def run_policy(
 
 
 async def _gather(
-    engine: Engine, watch: StepWatch, requests: Requests, submit: Callable[[GenerationRequest], Handle]
+    engine: Engine,
+    watch: StepWatch,
+    requests: Requests,
+    policy: str,
+    submit: Callable[[GenerationRequest], Handle],
 ) -> list[Handle]:
-    """Let a backlog gather while a step is computed that does not count; without it the first batch would be of one."""
-    watch.begin(skip=1)
+    """Let a backlog gather behind a request that does not count; without it the first batch would be of one.
+
+    Nobody sits down beside that request. When all the others wait, its end and the policy to be measured reach the
+    scheduler together, between two steps; the next step is the first that counts.
+
+    Raises:
+        EngineError: that request ended before the others were there.
+    """
+    await engine.set_limits({"policy": GATHERING_POLICY})
     first = submit(requests.first)
-    while not engine.num_running:  # noqa: ASYNC110 (nobody is told when a seat is taken)
-        await trio.sleep(GATHER_SECONDS)
+    watch.begin(without=first.sequence_id)
+    await first.take()  # its first token: it sits
     handles = [submit(request) for request in requests.made]
-    while (await first.take()).finish_reason is None:
-        pass
+    for handle in handles:
+        await handle.accepted()
+    if first.outbox.last is not None:
+        raise EngineError("The engine did not stay busy while the requests were handed in; ask for fewer --requests.")
+    first.abort("shutdown")
+    await engine.set_limits({"policy": policy})
     return handles
 
 
@@ -226,7 +243,7 @@ def _counts(watch: StepWatch, before: Mapping[str, Any], after: Mapping[str, Any
 
 
 def _table(batches: Sequence[ScheduledBatch], names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """The steps as `/ops/stats.json` has them; `"padding"` is a row that was computed for nothing."""
+    """The steps as `/ops/stats.json` has them, without their times."""
     sits: dict[int, int] = {}  # seat to sequence
     last_position: dict[int, int] = {}
     steps: list[dict[str, Any]] = []
@@ -235,26 +252,16 @@ def _table(batches: Sequence[ScheduledBatch], names: Mapping[int, str]) -> list[
         for seated in batch.seated:
             sits[seated.seat] = seated.sequence_id
             last_position[seated.sequence_id] = seated.num_prompt_tokens + seated.params.min_tokens
-        rows: dict[int, list[Any]] = {}
-        ended: list[int] = []
-        columns = zip(batch.seats, batch.sequence_ids, batch.decodes, batch.starts, batch.counts, strict=True)
-        for seat, sequence_id, decodes, start, count in columns:
-            rows[seat] = [seat, names[sequence_id], "decode" if decodes else "prefill", count]
-            if start + count == last_position.get(sequence_id):
-                ended.append(seat)
-        for padding in batch.padding:
-            rows.setdefault(padding.seat, [padding.seat, padding.request_id, "padding", padding.count])
-        for seat, sequence_id in sits.items():
-            rows.setdefault(seat, [seat, names[sequence_id], "idle", 0])
-        for seat in ended:
-            sits.pop(seat, None)
-        steps.append(
-            {
-                "step": batch.step,
-                "budget": batch.token_budget,
-                "generation": batch.generation,
-                "rows": list(rows.values()),
-                "preempted": [names[sequence_id] for sequence_id in batch.preempted],
-            }
+        record = StepRecord(
+            batch,
+            request_ids=tuple([names[sequence_id] for sequence_id in batch.sequence_ids]),
+            preempted=tuple([names[sequence_id] for sequence_id in batch.preempted]),
+            idle=tuple([(seat, names[sequence_id]) for seat, sequence_id in sits.items() if seat not in batch.seats]),
+            time=0.0,
         )
+        steps.append(record.as_json())
+        columns = zip(batch.seats, batch.sequence_ids, batch.starts, batch.counts, strict=True)
+        for seat, sequence_id, start, count in columns:
+            if start + count == last_position.get(sequence_id):
+                sits.pop(seat, None)
     return steps

@@ -6,9 +6,13 @@ import json
 import os
 import signal
 import time
+from collections import deque
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.resource_tracker import ensure_running
 from typing import TYPE_CHECKING, Any, Final
 
 from app.compare.load import Source
@@ -17,10 +21,13 @@ from app.compare.rounds import Compared, check_seats
 from app.compare.runs import POLICIES, Answer, Counts, Run
 from app.compare.summary import Setting, summarize
 from engine.cost_model import CostModel, read_cost_model
+from engine.errors import EngineError
 from engine.simulator import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
     from pathlib import Path
 
     from app.compare.options import Options
@@ -34,6 +41,7 @@ MAX_TRACE_REQUESTS: Final = 1_000_000
 MIN_REQUESTS_FOR_PROCESSES: Final = 5_000
 LONGEST_FIRST: Final = ("static", "dynamic", "static_dropped", "continuous")
 CONTEXT_LENGTH: Final = 8192  # SmolLM2's
+KILLED: Final = "A process of the simulation was killed, perhaps for want of memory; simulate fewer --requests."
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,7 @@ def compare_simulated(
 
     Raises:
         ConfigError: workload, trace or settings cannot be used.
+        EngineError: a process that simulates was killed.
     """
     started = time.monotonic()
     default = DEFAULT_REQUESTS if options.trace is None else MAX_TRACE_REQUESTS
@@ -150,9 +159,10 @@ def compare_simulated(
         _run, workload=workload, machine=machine, config=config, context=context, open_loop=options.rate is not None
     )
     done: dict[str, Run] = {}
-    for run in _run_all(job, len(workload.items)):
-        done[run.policy] = run
-        report(len(done) * len(workload.items), len(POLICIES) * len(workload.items))
+    with closing(_run_all(job, len(workload.items))) as finished:
+        for run in finished:
+            done[run.policy] = run
+            report(len(done) * len(workload.items), len(POLICIES) * len(workload.items))
     runs = [done[policy] for policy in POLICIES]
     compared = Compared(runs, workload, time.monotonic() - started)
     setting = Setting(
@@ -168,17 +178,79 @@ def compare_simulated(
     return summarize(runs, workload, options, setting), compared
 
 
-def _run_all(job: Callable[[str], Run], num_requests: int) -> Iterator[Run]:
-    """Each policy's run; long ones on several cores at once, those that take longest first."""
+def _run_all(job: Callable[[str], Run], num_requests: int) -> Generator[Run, None, None]:
+    """Each policy's run; long ones on several cores at once, those that take longest first.
+
+    Raises:
+        EngineError: one of the processes was killed.
+    """
     order = sorted(POLICIES, key=LONGEST_FIRST.index)
     num_processes = min(len(order), os.cpu_count() or 1)
     if num_requests < MIN_REQUESTS_FOR_PROCESSES or num_processes == 1:
         yield from map(job, order)
         return
-    # A key that interrupts is for this process alone: leaving the pool ends the others.
-    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    with get_context("spawn").Pool(num_processes, initializer=ignore) as pool:
-        yield from pool.imap_unordered(job, order)
+    waiting = deque(order)
+    running: dict[Connection, BaseProcess] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_processes:
+                reader, process = _begin(job, waiting.popleft())
+                running[reader] = process
+            ready = wait(list(running))
+            for reader in [reader for reader in running if reader in ready]:
+                yield _outcome(reader)
+                running.pop(reader).join()
+    finally:
+        # Whatever ends this, what is not finished is of no use and not waited for.
+        for process in running.values():
+            process.terminate()
+            process.join()
+
+
+def _begin(job: Callable[[str], Run], policy: str) -> tuple[Connection, BaseProcess]:
+    """A process that runs one policy, and the pipe through which its outcome comes.
+
+    A key that interrupts goes to every process of the terminal. It is held back in this one for good: it is for the
+    one that began it, which ends the others.
+
+    Raises:
+        EngineError: the process was killed before it had read its job.
+    """
+    context = get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(writer, job, policy), daemon=True)
+    ensure_running()  # the first process would start it, and let the key through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    except BrokenPipeError as error:
+        raise EngineError(KILLED) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        writer.close()
+    return reader, process
+
+
+def _work(writer: Connection, job: Callable[[str], Run], policy: str) -> None:
+    """In the process: run, and send what came of it, an error too."""
+    outcome: Run | Exception
+    try:
+        outcome = job(policy)
+    except Exception as error:
+        outcome = error
+    writer.send(outcome)
+
+
+def _outcome(reader: Connection) -> Run:
+    """What a process sent."""
+    with reader:
+        try:
+            outcome: Run | Exception = reader.recv()
+        except (EOFError, OSError) as error:
+            raise EngineError(KILLED) from error
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _run(
@@ -194,6 +266,7 @@ def _run(
         open_loop=open_loop,
         # Prompts without named blocks have nothing in common: looking them up would only take time.
         enable_prefix_caching=config.enable_prefix_caching and workload.prefix_block_tokens > 0,
+        slow_gap_seconds=config.slo.itl_p95_seconds,
         num_recorded_steps=NUM_PICTURED_STEPS,
     )
     counters = result.counters
@@ -201,7 +274,7 @@ def _run(
         policy=policy,
         round=0,
         seconds=result.makespan,
-        answers=_answers(result, config.slo.itl_p95_seconds),
+        answers=_answers(result),
         counts=Counts(
             steps=result.num_steps,
             rows=counters.num_rows,
@@ -216,23 +289,21 @@ def _run(
     )
 
 
-def _answers(result: SimulationResult, target: float | None) -> tuple[Answer, ...]:
-    """What each request saw; its gaps are taken to be as long as they are on average."""
-    answers = []
-    for request in sorted(result.requests):
-        gaps = request.num_output_tokens - 1
-        mean_gap = (request.finished - request.first_token) / gaps if gaps else 0.0
-        answers.append(
+def _answers(result: SimulationResult) -> tuple[Answer, ...]:
+    """What each request saw."""
+    return tuple(
+        [
             Answer(
                 scheduled=request.arrival,
                 submitted=request.arrival,
                 first_token=request.first_token,
                 finished=request.finished,
                 num_output_tokens=request.num_output_tokens,
-                num_slow_gaps=gaps if target is not None and mean_gap > target else 0,
+                num_slow_gaps=request.num_slow_gaps,
             )
-        )
-    return tuple(answers)
+            for request in sorted(result.requests)
+        ]
+    )
 
 
 def _table(steps: Sequence[RecordedStep], budget: int) -> list[dict[str, Any]]:

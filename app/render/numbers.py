@@ -49,6 +49,11 @@ def setting(value: str | float) -> str:
     return count(value) if isinstance(value, int) else f"{value:g}"
 
 
+def exact(value: float) -> str:
+    """A number to be typed again: no digit is lost, and integers have no point."""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(value)
+
+
 def percent(share: float | None) -> Figure:
     """A share from 0 to 1; never rounds up to 100 or down to 0."""
     if share is None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
 
 from app.compare.command import compare_policies
 from app.compare.lengths import Costs, Lengths, bound_of
@@ -37,14 +38,28 @@ NUM_BLOCKS, STEP_SECONDS = 2048, 0.05
 CONFIG = fake_config(max_num_seqs=4, max_num_batched_tokens=32, block_size=16)
 
 
-def open_(config: EngineConfig, watch: StepWatch, **changes: Any) -> AbstractAsyncContextManager[Engine]:
+def open_(
+    config: EngineConfig,
+    watch: StepWatch,
+    *,
+    step_seconds: float = STEP_SECONDS,
+    max_model_len: int = 512,
+    **changes: Any,
+) -> AbstractAsyncContextManager[Engine]:
     runner = ScriptedRunner(FakeRunner(NUM_BLOCKS, config.block_size, **changes), watch)
     return open_fake_engine(
-        config, num_blocks=NUM_BLOCKS, max_model_len=512, step_seconds=STEP_SECONDS, runner=runner, name="fake"
+        config,
+        num_blocks=NUM_BLOCKS,
+        max_model_len=max_model_len,
+        step_seconds=step_seconds,
+        runner=runner,
+        name="fake",
     )
 
 
-async def compared(config: EngineConfig = CONFIG, **asked: Any) -> tuple[dict[str, Any], Compared, list[str]]:
+async def compared(
+    config: EngineConfig = CONFIG, *, open_: Any = open_, **asked: Any
+) -> tuple[dict[str, Any], Compared, list[str]]:
     options, said = Options(**asked), []
     source = Source(options, max_requests=options.requests or 60)
     result, runs = await compare_policies(
@@ -79,6 +94,24 @@ async def test_the_textbook_case(autojump_clock: MockClock) -> None:
         assert run.counts.padded_rows == (2 if policy in ("static", "dynamic") else 0), policy
     assert finished["static"] == finished["static_dropped"] == [2, 4, 6]
     assert finished["continuous"] == [2, 4, 4]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_backlog_is_whole_before_the_first_step_however_short_steps_are(
+    autojump_clock: MockClock, policy: str
+) -> None:
+    config = replace(CONFIG, dynamic_max_queue_delay_seconds=30.0)
+    with trio.fail_after(20):  # nor is the delay of dynamic batching waited for
+        run = await run_by_hand(workload_of(*[(3, 2)] * 8), policy, config=config, step_seconds=1e-5)
+    assert run.counts.steps == 4
+    assert [len(step["rows"]) for step in run.table] == [4, 4, 4, 4]
+    assert run.seconds == pytest.approx(4e-5)
+
+
+async def test_an_engine_that_does_not_stay_busy_while_a_backlog_gathers_is_told(autojump_clock: MockClock) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_by_hand(workload_of(*[(3, 2)] * 60), "static", step_seconds=0.0, max_model_len=8)
+    assert caught.group_contains(EngineError, match="fewer --requests")
 
 
 async def test_every_figure_of_the_contract_is_there_and_they_belong_together(autojump_clock: MockClock) -> None:
@@ -118,6 +151,7 @@ async def test_what_was_asked_for_is_run_and_rounds_go_there_and_back(autojump_c
         "relevo compare --workload azure-code --requests 6 --factor 40 --seats 4 --seed 5 --repeats 3"
     )
     assert "A p95 wants 300 answers; these rest on 18." in result["remarks"]
+    assert any(remark.startswith("KV waste is understated for the fixed batches") for remark in result["remarks"])
 
 
 def test_short_of_time_lengths_are_divided_by_more_and_fewer_are_taken() -> None:
@@ -164,6 +198,21 @@ async def test_a_rate_is_kept_and_said(autojump_clock: MockClock) -> None:
     assert result["policies"]["continuous"]["dispatch_lag_p99_seconds"] < 0.001
     assert "--rate 2" in result["command"]
     assert "2 a second" in page_of(result, [])
+
+
+@pytest.mark.parametrize(("rate", "keeps_up"), [(1.0, True), (20.0, False)])
+async def test_who_keeps_up_is_told_from_who_does_not(autojump_clock: MockClock, rate: float, keeps_up: bool) -> None:
+    """What the last answers take after the last arrival makes no run a slow one."""
+    result, _, _ = await compared(requests=16, factor=8.0, repeats=1, rate=rate)
+    behind = [remark for remark in result["remarks"] if remark.startswith("Not kept up")]
+    assert ("continuous" in "".join(behind)) is not keeps_up
+    if keeps_up:
+        assert result["policies"]["continuous"]["requests_per_second"] < 0.9 * rate
+
+
+async def test_the_line_to_repeat_it_loses_no_digit(autojump_clock: MockClock) -> None:
+    result, _, _ = await compared(requests=4, factor=40.123456789, repeats=1, rate=1234.56789, price_per_hour=0.1)
+    assert "--factor 40.123456789 --seats 4 --seed 0 --rate 1234.56789 --price-per-hour 0.1" in result["command"]
 
 
 async def test_a_trace_with_few_requests_gives_what_it_has(autojump_clock: MockClock, tmp_path: Path) -> None:
@@ -224,11 +273,20 @@ async def test_short_of_memory_it_preempts_and_says_so(autojump_clock: MockClock
 
 def test_the_bound_of_the_textbook_case() -> None:
     bound = bound_of(Lengths([3, 3, 3], [2, 4, 2]), seats=2, token_budget=100)
-    assert bound.continuous_over_static == pytest.approx(3 / (8 / 3))
+    assert bound.continuous_over_static == 4 / 3  # of the whole batch
     assert bound.continuous_over_static_with_tail == 6 / 4
     assert bound.padded_prompts == 1
     # A prompt takes a step, and the first token comes with it: 4 + 2 steps; 8 tokens on 2 seats take 4.
     assert bound.continuous_over_static_with_prompts == 6 / 4
+
+
+def test_a_last_batch_of_few_does_not_weigh_as_much_as_a_whole_one() -> None:
+    lengths = Lengths([*range(1, 17), 1], [*range(1, 17), 1])
+    bound, whole = (bound_of(part, seats=16, token_budget=100) for part in (lengths, lengths.first(16)))
+    assert bound.continuous_over_static == whole.continuous_over_static == 16 / 8.5
+    assert bound.padded_prompts == whole.padded_prompts == 16 / 8.5
+    few = bound_of(lengths.first(3), seats=16, token_budget=100)
+    assert few.continuous_over_static == 3 / 2
 
 
 def test_a_thousand_conversations_have_the_published_bound() -> None:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +19,10 @@ from app.compare.measure import StepWatch
 from app.compare.options import Options
 from app.compare.rounds import compare_on, config_for
 from app.compare.runs import POLICIES
-from app.compare.simulated import Machine, compare_simulated
+from app.compare.simulated import MIN_REQUESTS_FOR_PROCESSES, Machine, _run_all, compare_simulated
+from engine.config import SloTargets
 from engine.cost_model import CostModel, Curve
+from engine.errors import EngineError
 from engine.scripted_runner import ScriptedRunner
 from tests.fakes import FakeRunner, fake_config, open_fake_engine
 from tests.tiny_models import make_config, make_tensors, write_gguf
@@ -25,8 +33,9 @@ if TYPE_CHECKING:
 
     from trio.testing import MockClock
 
-DESCRIBED = ("--memory-gb-per-second", "20", "--tflops", "0.5", "--parameters", "1.35e8")
-SIMULATE = ("compare", "--simulate", *DESCRIBED)
+DESCRIBED = ("--memory-gb-per-second", "20", "--tflops", "0.5", "--parameters", "134515008")
+KV_BYTES = ("--kv-bytes-per-token", "23040")
+SIMULATE = ("compare", "--simulate", *DESCRIBED, *KV_BYTES)
 
 
 @pytest.fixture
@@ -62,6 +71,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
         (["compare", "--simulate"], "--cost-model FILE, or --memory-gb-per-second"),
         (["compare", "--simulate", "--tflops", "1"], "together"),
         (["compare", "--simulate", "--cost-model", "nowhere.json"], "nowhere.json"),
+        (["compare", "--simulate", *DESCRIBED], "2 x layers x KV heads x head size x bytes"),
         ([*SIMULATE, "--repeats", "2"], "leave --repeats out"),
         ([*SIMULATE, "--seats", "64", "--memory", "2MiB"], "64 seats need a KV block each"),
         ([*SIMULATE, "--json", "nowhere/x.json"], "cannot be written"),
@@ -108,7 +118,7 @@ def test_an_interruption_is_told_by_the_exit_code(run: Any, monkeypatch: pytest.
 @pytest.mark.parametrize("rate", [(), ("--rate", "3")])
 def test_a_simulation_writes_figures_and_page(run: Any, tmp_path: Path, rate: tuple[str, ...]) -> None:
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"
-    asked = ("--requests", "200", "--factor", "8", "--seats", "8", *rate)
+    asked = ("--requests", "200", "--factor", "8.123456789", "--seats", "8", *rate)
     code, out, err = run(*SIMULATE, *asked, "--json", figures, "--html", page)
     assert (code, err) == (0, "")
     result = json.loads(figures.read_text())
@@ -145,6 +155,73 @@ async def test_simulator_and_engine_take_the_same_steps(autojump_clock: MockCloc
             assert one.first_token == pytest.approx(other.first_token)
             assert one.finished == pytest.approx(other.finished)
     assert result["policies"]["static"]["steps"] == measured.runs[0].counts.steps
+
+
+def test_slow_gaps_are_counted_one_by_one() -> None:
+    """Beside a long prompt steps are slow, and between prompts they are not."""
+    config = replace(fake_config(max_num_seqs=4, block_size=16), slo=SloTargets(itl_p95_seconds=0.02))
+    curve = Curve(((1.0, 0.01), (8.0, 0.01), (64.0, 0.1)))
+    machine = Machine(CostModel(curve), {"processor": "a fake"}, "fake", "none", 512, 2048)
+    _, compared = compare_simulated(machine, config, Options(requests=24, factor=8.0))
+    (run,) = [run for run in compared.runs if run.policy == "continuous"]
+    assert any(0 < answer.num_slow_gaps < answer.num_output_tokens - 1 for answer in run.answers)
+
+
+def _be_killed(_policy: str) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(EngineError, match="was killed"):
+        list(_run_all(_be_killed, MIN_REQUESTS_FOR_PROCESSES))
+
+
+SAYS_WHEN_PROCESSES_BEGIN = """
+import os, sys
+import app.compare.simulated as simulated
+from app.cli import main
+
+def begin(*args, begin=simulated._begin):
+    begun = begin(*args)
+    print("begun", flush=True)
+    return begun
+
+simulated._begin, os.cpu_count = begin, lambda: 2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("send", "after"), [(os.kill, 1.5), (os.killpg, 0.0)])
+def test_an_interruption_leaves_no_process_behind(send: Callable[[int, int], None], after: float) -> None:
+    """Of this process alone, as `kill -INT` does it, or of its whole group, as a key on a terminal does."""
+    words = [sys.executable, "-c", SAYS_WHEN_PROCESSES_BEGIN, *SIMULATE, "--requests", "40000"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(after)
+        send(process.pid, signal.SIGINT)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out.replace("begun\n", ""), err) == (130, "", "")
+    deadline = time.monotonic() + 5
+    while _has_members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _has_members(process.pid)
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.slow

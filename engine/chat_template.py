@@ -73,8 +73,8 @@ class ChatTemplate:
         """Token ids of the conversation; a BOS comes from the template alone.
 
         Only what the template itself writes can become a control token: spellings inside the messages, and inside what
-        else it is given (definitions of tools), are broken before rendering and mended after the rendered text was split
-        at those that are left.
+        else it is given (definitions of tools), are broken before rendering and mended after the rendered text was
+        split at those that are left.
 
         Raises:
             InvalidRequestError: the template refuses the messages.

@@ -45,6 +45,11 @@ class ChatTemplateLike(Protocol):
     """What the engine asks of a chat template."""
 
     @property
+    def source(self) -> str:
+        """The template itself."""
+        ...
+
+    @property
     def variables(self) -> frozenset[str]:
         """The names that the template looks at beside the messages."""
         ...

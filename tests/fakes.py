@@ -75,6 +75,7 @@ class FakeChatTemplate:
     """
 
     def __init__(self, variables: Iterable[str] = (), opening: str = "") -> None:
+        self.source = opening
         self.variables = frozenset(variables)
         self._opening = opening
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 from engine.errors import ContextLengthError, InvalidRequestError
 
 # `developer` is OpenAI's newer word for `system`; chat templates know only the older one.
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_UNSUPPORTED: Final = ("tool_calls", "function_call", "audio")
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_UNSUPPORTED: Final = ("function_call", "audio")
+MAX_CALLS: Final = 128
+MAX_NAME_LENGTH: Final = 256
 
 
 def parse_messages(value: object, capacity: int) -> tuple[dict[str, Any], ...]:
     """Check `messages` and return dicts of `role` and `content`, both strings.
+
+    An assistant's message may have `tool_calls` beside them, with arguments parsed, and `reasoning_content`; a tool's has
+    `tool_call_id` and the `name` of the tool.
 
     Raises:
         InvalidRequestError: naming the message and the field at fault.
@@ -24,7 +30,21 @@ def parse_messages(value: object, capacity: int) -> tuple[dict[str, Any], ...]:
         raise InvalidRequestError("'messages' is empty; send at least one message.", param="messages")
     if len(value) > capacity:
         raise ContextLengthError(len(value), capacity, param="messages", at_least=True)
-    return tuple(_parse_message(message, f"messages[{index}]") for index, message in enumerate(value))
+    messages: list[dict[str, Any]] = []
+    open_calls: dict[str, str] = {}
+    for index, entry in enumerate(value):
+        where = f"messages[{index}]"
+        message = _parse_message(entry, where)
+        if message["role"] == "tool":
+            _match_result(message, entry, open_calls, where)
+        elif open_calls:
+            raise _unanswered(open_calls, where)
+        for call in message.get("tool_calls", ()):
+            open_calls[call["id"]] = call["function"]["name"]
+        messages.append(message)
+    if open_calls:
+        raise _unanswered(open_calls, "messages")
+    return tuple(messages)
 
 
 def _parse_message(message: object, where: str) -> dict[str, Any]:
@@ -41,7 +61,91 @@ def _parse_message(message: object, where: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and role == "assistant":
         content = ""  # OpenAI's own answers have no text here when they called a tool or refused
-    return {"role": _ROLES[role], "content": _parse_content(content, f"{where}.content")}
+    parsed = {"role": _ROLES[role], "content": _parse_content(content, f"{where}.content")}
+    if role == "assistant":
+        return parsed | _parse_assistant(message, where)
+    if message.get("tool_calls"):
+        param = f"{where}.tool_calls"
+        raise InvalidRequestError(f"'{param}' is only for messages of the assistant.", param=param)
+    return parsed
+
+
+def _parse_assistant(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """What only the assistant's own messages have."""
+    found: dict[str, Any] = {}
+    thinking = message.get("reasoning_content")
+    if thinking is not None:
+        if not isinstance(thinking, str):
+            param = f"{where}.reasoning_content"
+            raise InvalidRequestError(f"'{param}' must be a string.", param=param)
+        if thinking:
+            found["reasoning_content"] = thinking
+    calls = message.get("tool_calls")
+    if calls is None or calls == []:
+        return found
+    where = f"{where}.tool_calls"
+    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+        raise InvalidRequestError(f"'{where}' must be a list of at most {MAX_CALLS} calls.", param=where)
+    parsed = [_parse_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+    ids = {call["id"] for call in parsed}
+    if len(ids) < len(parsed):
+        raise InvalidRequestError(f"'{where}' has two calls of the same id.", param=where)
+    return found | {"tool_calls": parsed}
+
+
+def _parse_call(call: object, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict) or call.get("type", "function") != "function":
+        raise InvalidRequestError(f"'{where}' must be a call of type 'function'.", param=where)
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequestError(f"'{where}.function' must be an object.", param=f"{where}.function")
+    for holder, name, path in ((call, "id", "id"), (function, "name", "function.name")):
+        text = holder.get(name)
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME_LENGTH:
+            param = f"{where}.{path}"
+            message = f"'{param}' must be a string of 1 to {MAX_NAME_LENGTH} characters."
+            raise InvalidRequestError(message, param=param)
+    arguments = function.get("arguments", "")
+    if not isinstance(arguments, str):
+        param = f"{where}.function.arguments"
+        raise InvalidRequestError(f"'{param}' must be a string of JSON.", param=param)
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": function["name"], "arguments": _load_arguments(arguments)},
+    }
+
+
+def _load_arguments(text: str) -> Any:
+    """As the object that chat templates expect; what a model once wrote and is no object stays a string."""
+    if not text.strip():
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _match_result(message: dict[str, Any], entry: dict[str, Any], open_calls: dict[str, str], where: str) -> None:
+    """A tool's message answers one of the calls before it, once."""
+    call_id = entry.get("tool_call_id")
+    param = f"{where}.tool_call_id"
+    if not isinstance(call_id, str):
+        raise InvalidRequestError(f"'{param}' must be the id of a call.", param=param)
+    if call_id not in open_calls:
+        text = f"'{param}' is not the id of a call that waits for its result in the assistant's message before."
+        raise InvalidRequestError(text, param=param)
+    message["tool_call_id"] = call_id
+    message["name"] = open_calls.pop(call_id)
+
+
+def _unanswered(open_calls: dict[str, str], where: str) -> InvalidRequestError:
+    shown = ", ".join(call_id[:64] for call_id in list(open_calls)[:4])
+    return InvalidRequestError(
+        f"Each of an assistant's 'tool_calls' must be followed by a tool's message with its result; missing for {shown}.",
+        param=where,
+    )
 
 
 def _parse_content(content: object, where: str) -> str:

@@ -154,8 +154,8 @@ def test_ids_and_indexes_count_up() -> None:
 
 FRAGMENTS = [
     CALL, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "weather[ARGS]", '{"city": 1}',
-    "[", "]", "{", "}", '"', "\\", ";", ",", " ", "\n", "a", "é🎉", '{"name": "weather", "arguments": ', '"name"', "<tool", "[TOOL",
-    *[mark for pair in list(PAIRS.items())[:2] for mark in pair], "<thi", "</think",
+    "[", "]", "{", "}", '"', "\\", ";", ",", " ", "\n", "a", "é🎉", '{"name": "weather", "arguments": ', '"name"',
+    "<tool", "[TOOL", *[mark for pair in list(PAIRS.items())[:2] for mark in pair], "<thi", "</think",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 CUTS = st.lists(st.integers(0, 400), max_size=12).map(tuple)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import trio
 
 from app.api.errors import describe
-from app.api.generation import ending_error
+from app.api.gathering import Gathering, Whole
+from app.api.generation import ending_error, failure_of
 from app.api.planning import CHAT_URL, COMPLETION_URL, plan
 from app.api.schemas import parse_json_object
 from engine.errors import InvalidRequestError, QueueFullError, RelevoError
@@ -74,44 +74,45 @@ async def submit_patiently(engine: Engine, request: GenerationRequest) -> Handle
             return handle
 
 
-async def stream(engine: Engine, job: Plan, write: Callable[[str], object]) -> Delta:
-    """Answer one request, handing over its text as it comes.
-
-    Returns:
-        The last piece: finish reason and usage.
+async def follow(engine: Engine, job: Plan, take: Callable[[int, Delta], object]) -> None:
+    """Answer one request, handing over each piece with the index of its choice.
 
     Raises:
         RelevoError: it could not be served, or not to its end.
     """
-    delta = None
     seconds = math.inf if job.body.timeout is None else job.body.timeout
+    handles: list[Handle] = []
+    num_open = len(job.requests)
     with trio.move_on_after(seconds):
-        handle = await submit_patiently(engine, job.request)
         try:
-            async with aclosing(handle.deltas()) as deltas:
-                async for delta in deltas:
-                    write(delta.text)
+            for request in job.requests:
+                handles.append(await submit_patiently(engine, request))
+            gathering = Gathering(handles)
+            while num_open:
+                for index, delta in await gathering.take():
+                    take(index, delta)
+                    error = failure_of(delta)
+                    if error is not None:
+                        raise error
+                    num_open -= delta.finish_reason is not None
         finally:
             # Harmless after the last piece; before it, the deadline or the caller has ended the reading.
-            handle.abort("timeout")
-    if delta is None or delta.finish_reason is None:
+            for handle in handles:
+                handle.abort("timeout")
+    if num_open:
         raise ending_error(FinishReason.ABORT, "timeout")
-    if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise ending_error(delta.finish_reason, delta.error)
-    return delta
+
+
+async def stream(engine: Engine, job: Plan, write: Callable[[str], object]) -> None:
+    """Answer one request, handing over its text as it comes; see `follow`."""
+    await follow(engine, job, lambda _index, delta: write(delta.text))
 
 
 async def answer(engine: Engine, job: Plan) -> dict[str, Any]:
-    """Answer one request whole, as the route would.
-
-    Raises:
-        RelevoError: it could not be served, or not to its end.
-    """
-    texts: list[str] = []
-    last = await stream(engine, job, texts.append)
-    if last.finish_reason is None or last.usage is None:
-        raise ending_error(FinishReason.ERROR, "The answer has no ending.")
-    return job.envelope.whole("".join(texts), last.finish_reason.value, last.usage)
+    """Answer one request whole, as the route would; see `follow`."""
+    whole = Whole(job)
+    await follow(engine, job, whole.add)
+    return job.envelope.whole(whole.written(), whole.choices.usage())
 
 
 async def run_batch(

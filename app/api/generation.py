@@ -12,6 +12,7 @@ from quart import Response, g, request
 
 from app.api import sse
 from app.api.errors import ApiError, describe
+from app.api.gathering import Choices, Gathering, Whole, submit_choices
 from app.api.planning import plan
 from app.api.requests import read_json
 from app.guard import HANDLES
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from app.api.planning import Plan
     from app.http import Context
-    from engine.handle import Handle
     from engine.outbox import Delta
 
 # Proxies close what is silent for a minute; a vanished client shows itself only when something is sent to it.
@@ -38,16 +38,23 @@ class Generation:
         deadline: on trio's clock; past it the request is ended with cause `timeout`.
     """
 
-    handle: Handle
-    envelope: sse.Envelope
+    plan: Plan
+    gathering: Gathering
     deadline: float
-    include_usage: bool
+
+    async def read(self, until: float = math.inf) -> list[tuple[int, Delta]]:
+        """The next pieces by index of their choice, or none when `until` has come. Past the deadline it is ended."""
+        if trio.current_time() >= self.deadline:
+            self.gathering.abort("timeout")
+        else:
+            until = min(until, self.deadline)
+        return await self.gathering.take(until)
 
 
 async def generate(context: Context, url: str) -> Response:
     """Answer a request to the route `url`, streamed or whole."""
     planned = plan(context.engine, url, await read_json(), caller=context.callers.of(g.who))
-    return await respond(submit(context, planned), stream=planned.body.stream)
+    return await respond(submit(context, planned))
 
 
 def submit(context: Context, planned: Plan) -> Generation:
@@ -56,30 +63,30 @@ def submit(context: Context, planned: Plan) -> Generation:
     Raises:
         UnavailableError: the queue is full, or the server is draining.
     """
-    handle = context.engine.submit(planned.request)
     # From here on the guard around the app ends it with the ASGI call, however that ends.
-    request.scope[HANDLES].append(handle)  # type: ignore[typeddict-item]
-    body = planned.body
+    handles = submit_choices(context.engine, planned, request.scope[HANDLES].append)  # type: ignore[typeddict-item]
     seconds = context.settings.server.request_timeout_seconds
-    if body.timeout is not None:
-        seconds = min(seconds, body.timeout)
-    return Generation(handle, planned.envelope, trio.current_time() + seconds, body.include_usage)
+    if planned.body.timeout is not None:
+        seconds = min(seconds, planned.body.timeout)
+    return Generation(planned, Gathering(handles), trio.current_time() + seconds)
 
 
-async def respond(generation: Generation, *, stream: bool) -> Response:
+async def respond(generation: Generation) -> Response:
     """Wait for acceptance, then answer in the form that was asked for.
 
     Raises:
         RelevoError: what went wrong before the first byte.
     """
-    handle = generation.handle
+    gathering = generation.gathering
     with trio.move_on_at(generation.deadline) as scope:
-        await handle.accepted()
+        for handle in gathering.handles:
+            await handle.accepted()
     if scope.cancelled_caught:
-        handle.abort("timeout")
-    if handle.abort_cause is not None:
-        raise ending_error(FinishReason.ABORT, handle.abort_cause)
-    if not stream:
+        gathering.abort("timeout")
+    for handle in gathering.handles:
+        if handle.abort_cause is not None:
+            raise ending_error(FinishReason.ABORT, handle.abort_cause)
+    if not generation.plan.body.stream:
         return await _respond_whole(generation)
     response = Response(_stream(generation), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
     # Quart would cut the stream after its own response timeout; the deadline above is the limit.
@@ -87,58 +94,54 @@ async def respond(generation: Generation, *, stream: bool) -> Response:
     return response
 
 
-async def _read(generation: Generation, until: float = math.inf) -> Delta | None:
-    """The next piece, or `None` when `until` has come. Past the deadline the request is ended."""
-    if trio.current_time() >= generation.deadline:
-        generation.handle.abort("timeout")
-    else:
-        until = min(until, generation.deadline)
-    with trio.move_on_at(until):
-        return await generation.handle.take()
-    return None
-
-
 async def _respond_whole(generation: Generation) -> Response:
-    texts: list[str] = []
-    delta: Delta | None = None
-    while delta is None or delta.finish_reason is None:
-        delta = await _read(generation)
-        if delta is not None:
-            texts.append(delta.text)
-    if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or delta.usage is None:
-        raise ending_error(delta.finish_reason, delta.error)
-    answer = generation.envelope.whole("".join(texts), delta.finish_reason.value, delta.usage)
+    whole = Whole(generation.plan)
+    while not whole.choices.all_ended:
+        for index, delta in await generation.read():
+            error = failure_of(delta)
+            if error is not None:
+                raise error
+            whole.add(index, delta)
+    answer = generation.plan.envelope.whole(whole.written(), whole.choices.usage())
     return Response(json.dumps(answer), content_type="application/json")
 
 
 async def _stream(generation: Generation) -> AsyncIterator[bytes]:
-    """All bytes of a stream. A heartbeat is due when nothing was sent for a while, whatever was generated."""
-    envelope = generation.envelope
-    yield envelope.opening()
+    """All bytes of a stream. A heartbeat is due when nothing was sent for a while, whatever was generated.
+
+    After a failure there is no `[DONE]`: half an answer must not pass for a whole.
+    """
+    envelope = generation.plan.envelope
+    choices = Choices(generation.plan)
+    opening = envelope.opening(len(generation.gathering.handles))
+    if opening:
+        yield opening
     sent = trio.current_time()
-    while True:
-        delta = await _read(generation, sent + HEARTBEAT_SECONDS)
-        if delta is not None and delta.text:
-            yield envelope.text(delta.text)
-        elif delta is None or delta.finish_reason is None:
+    while not choices.all_ended:
+        data = b""
+        for index, delta in await generation.read(sent + HEARTBEAT_SECONDS):
+            data += envelope.piece(index, *choices.take(index, delta))
+            error = failure_of(delta)
+            if error is not None:
+                yield data + envelope.failure(describe(error))
+                return
+            if delta.finish_reason is not None:
+                data += envelope.finish(index, choices.reason(index, delta))
+        if not data:
             if trio.current_time() < sent + HEARTBEAT_SECONDS:
                 continue
-            yield sse.HEARTBEAT
+            data = sse.HEARTBEAT
+        yield data
         sent = trio.current_time()
-        if delta is not None and delta.finish_reason is not None:
-            yield _ending(generation, delta)
-            return
+    yield envelope.closing(choices.usage())
 
 
-def _ending(generation: Generation, delta: Delta) -> bytes:
-    """The last bytes of a stream. After a failure there is no `[DONE]`: half an answer must not pass for a whole."""
+def failure_of(delta: Delta) -> Exception | None:
+    """The error of a choice that was accepted and did not reach its end; `None` while there is none."""
     reason = delta.finish_reason
-    if reason not in (FinishReason.STOP, FinishReason.LENGTH) or delta.usage is None:
-        return sse.event(describe(ending_error(reason, delta.error)).body)
-    parts = [generation.envelope.finish(reason.value)]
-    if generation.include_usage:
-        parts.append(generation.envelope.usage(delta.usage))
-    return b"".join((*parts, sse.DONE))
+    if reason is None or (reason in (FinishReason.STOP, FinishReason.LENGTH) and delta.usage is not None):
+        return None
+    return ending_error(reason, delta.error)
 
 
 def ending_error(reason: FinishReason | None, cause: str | None) -> Exception:

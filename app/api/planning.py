@@ -1,25 +1,28 @@
-"""From a request's body to a request for the engine: one way for the routes and for batch files."""
+"""From a request's body to requests for the engine: one way for all routes and for batch files."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from app.api import unsupported
+from app.api.bodies import DEFAULT_COMPLETION_TOKENS, MAX_PROMPTS, ChatBody, CompletionBody
+from app.api.envelope import ChatEnvelope, CompletionEnvelope, Envelope
 from app.api.errors import ApiError, ModelNameError
 from app.api.messages import parse_messages
-from app.api.schemas import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, parse_body
-from app.api.sse import ChatEnvelope, CompletionEnvelope, Envelope
+from app.api.parts import PlainReader, Reader
+from app.api.schemas import parse_body
 from app.callers import NOBODY
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from app.api.schemas import Body, GenerationBody
+    from app.api.bodies import GenerationBody
+    from app.api.schemas import Body
     from app.callers import Caller
     from engine.engine import Engine
     from engine.loaded import ChatTemplateLike
@@ -27,14 +30,22 @@ if TYPE_CHECKING:
 CHAT_URL: Final = "/v1/chat/completions"
 COMPLETION_URL: Final = "/v1/completions"
 
+Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked body: what the engine is asked, and how the answer is wrapped."""
+    """A checked body: what the engine is asked, and how the answer is wrapped.
+
+    Attributes:
+        requests: one for each choice, in the order of their indices; the `n` of a prompt stand together.
+        make_reader: makes what tells the parts of a choice's text apart.
+    """
 
     body: GenerationBody
-    request: GenerationRequest
+    requests: tuple[GenerationRequest, ...]
     envelope: Envelope
+    make_reader: Callable[[], Reader] = PlainReader
 
 
 def plan(engine: Engine, url: str, data: dict[str, Any], *, caller: Caller = NOBODY) -> Plan:
@@ -46,53 +57,110 @@ def plan(engine: Engine, url: str, data: dict[str, Any], *, caller: Caller = NOB
     Raises:
         RelevoError: it cannot be served as it stands.
     """
-    return _plan_chat(engine, data, caller) if url == CHAT_URL else _plan_completion(engine, data, caller)
+    return plan_chat(engine, data, caller) if url == CHAT_URL else plan_completion(engine, data, caller)
 
 
-def _plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
+def plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
+    """Check the body of a chat; see `plan`."""
     body = parse_body(ChatBody, data)
     check_model(engine, body)
     unsupported.refuse_unsupported(data, unsupported.CHAT)
     messages = parse_messages(body.messages, engine.model.context_length)
     require_chat_template(engine)
-    return _make_plan(engine, caller, body, ChatPrompt(messages), ChatEnvelope, "chatcmpl", None)
+    answer_id = f"chatcmpl-{secrets.token_hex(12)}"
+    requests = _make_requests(engine, caller, body, answer_id, [ChatPrompt(messages)], None)
+    envelope = ChatEnvelope(answer_id, engine.model.name, int(time.time()), **_wrapping(engine, body, requests))
+    return Plan(body, requests, envelope)
 
 
-def _plan_completion(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
+def plan_completion(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
+    """Check the body of a completion; see `plan`."""
     body = parse_body(CompletionBody, data)
     check_model(engine, body)
     unsupported.refuse_unsupported(data, unsupported.COMPLETION)
-    prompt = parse_prompt(body.prompt, engine.model.context_length)
-    return _make_plan(engine, caller, body, prompt, CompletionEnvelope, "cmpl", DEFAULT_COMPLETION_TOKENS)
+    prompts = parse_prompts(body.prompt, engine.model.context_length)
+    answer_id = f"cmpl-{secrets.token_hex(12)}"
+    requests = _make_requests(engine, caller, body, answer_id, prompts, DEFAULT_COMPLETION_TOKENS)
+    echoes = [text for text in _spell_prompts(engine, prompts) for _ in range(body.n)] if body.echo else []
+    envelope = CompletionEnvelope(
+        answer_id, engine.model.name, int(time.time()), **_wrapping(engine, body, requests), echoes=echoes
+    )
+    return Plan(body, requests, envelope)
 
 
-def _make_plan(
+def _make_requests(
     engine: Engine,
     caller: Caller,
     body: GenerationBody,
-    prompt: TextPrompt | TokensPrompt | ChatPrompt,
-    envelope: Callable[..., Envelope],
-    prefix: str,
+    answer_id: str,
+    prompts: Sequence[Prompt],
     default_max_tokens: int | None,
-) -> Plan:
-    answer_id = f"{prefix}-{secrets.token_hex(12)}"
-    params = body.sampling_params(default_max_tokens=default_max_tokens)
-    background = caller.background or body.service_tier == "flex"
-    request = GenerationRequest(
-        answer_id,
-        prompt,
-        params,
-        body.stop,
-        body.ignore_eos,
-        cache_root=caller.cache_root(body.cache_salt),
-        key_name=caller.key_name,
-        background=background,
-        priority=body.priority,
-    )
+) -> tuple[GenerationRequest, ...]:
+    """A request for each choice of each prompt."""
+    check_in_vocabulary(engine, body.stop_token_ids, "stop_token_ids")
+    check_in_vocabulary(engine, [token_id for token_id, _ in body.logit_bias], "logit_bias")
+    num_choices = len(prompts) * body.n
+    most = engine.config.max_waiting
+    if num_choices > most:
+        message = f"{len(prompts)} prompts with {body.n} choices each are more than the {most} requests that may wait."
+        raise InvalidRequestError(message, param="n" if body.n > 1 else "prompt")
+    requests: list[GenerationRequest] = []
+    for prompt in prompts:
+        params = body.sampling_params(default_max_tokens=default_max_tokens)
+        first = GenerationRequest(
+            answer_id,
+            prompt,
+            params,
+            body.stop,
+            body.ignore_eos,
+            cache_root=caller.cache_root(body.cache_salt),
+            key_name=caller.key_name,
+            background=caller.background or body.service_tier == "flex",
+            priority=body.priority,
+        )
+        for choice_index in range(body.n):
+            # Names tell the seats apart on the dashboard; the first choice has the answer's own.
+            name = f"{answer_id}-{len(requests)}" if requests else answer_id
+            requests.append(replace(first, request_id=name, params=replace(params, choice_index=choice_index)))
+    return tuple(requests)
+
+
+def _wrapping(engine: Engine, body: GenerationBody, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
+    """What both envelopes want to know."""
     # As OpenAI does: who asks for a tier is told which one it was.
-    tier = None if body.service_tier is None else "flex" if background else "default"
-    wrap = envelope(answer_id, engine.model.name, int(time.time()), with_usage=body.include_usage, service_tier=tier)
-    return Plan(body, request, wrap)
+    tier = None if body.service_tier is None else "flex" if requests[0].background else "default"
+    return {
+        "token_bytes": engine.tokenizer.token_bytes,
+        "with_usage": body.include_usage,
+        "with_logprobs": body.num_logprobs is not None,
+        "service_tier": tier,
+    }
+
+
+def _spell_prompts(engine: Engine, prompts: Sequence[TextPrompt | TokensPrompt]) -> list[str]:
+    """The text of each prompt, to be repeated before the answers."""
+    capacity = engine.model.context_length
+    num_ids = sum(len(prompt.token_ids) for prompt in prompts if isinstance(prompt, TokensPrompt))
+    if num_ids > capacity:
+        message = f"'echo' spells at most {capacity} token ids, and the prompts have {num_ids}."
+        raise InvalidRequestError(message, param="echo")
+    texts = []
+    for prompt in prompts:
+        if isinstance(prompt, TokensPrompt):
+            check_in_vocabulary(engine, prompt.token_ids, prompt.param)
+            texts.append(engine.tokenizer.decode(prompt.token_ids))
+        else:
+            texts.append(prompt.text)
+    return texts
+
+
+def check_in_vocabulary(engine: Engine, token_ids: Sequence[int], param: str) -> None:
+    """Raise `InvalidRequestError` where an id is not in the vocabulary."""
+    last = engine.tokenizer.vocab_size - 1
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id <= last:
+            message = f"'{param}' has token id {token_id}, which is not in the vocabulary of 0 to {last}."
+            raise InvalidRequestError(message, param=param)
 
 
 def check_model(engine: Engine, body: Body) -> None:
@@ -110,23 +178,33 @@ def require_chat_template(engine: Engine) -> ChatTemplateLike:
     return engine.chat_template
 
 
-def parse_prompt(value: object, capacity: int) -> TextPrompt | TokensPrompt:
-    """A prompt is a string, a list of token ids, or a list that holds one of either.
+def parse_prompts(value: object, capacity: int) -> list[TextPrompt | TokensPrompt]:
+    """A prompt is a string or a list of token ids; several are a list of either.
 
     Raises:
-        InvalidRequestError: it is missing, several, or holds something else.
-        ContextLengthError: there are more than `capacity` ids.
+        InvalidRequestError: it is missing, too many, or holds something else.
+        ContextLengthError: there are more than `capacity` ids in one.
     """
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            message = f"'prompt' holds {len(value)} prompts; send one in each request."
-            raise InvalidRequestError(message, param="prompt", code="unsupported_parameter")
-        value = value[0]
+    if not isinstance(value, list) or not value or not isinstance(value[0], (str, list)):
+        return [_parse_prompt(value, capacity, "prompt")]
+    if len(value) > MAX_PROMPTS:
+        message = f"'prompt' holds {len(value)} prompts; at most {MAX_PROMPTS} are taken."
+        raise InvalidRequestError(message, param="prompt")
+    if len(value) == 1:
+        return [_parse_prompt(value[0], capacity, "prompt")]
+    for index, prompt in enumerate(value):
+        if type(prompt) is not type(value[0]):
+            param = f"prompt[{index}]"
+            raise InvalidRequestError(f"'{param}' is of another kind than the prompts before it.", param=param)
+    return [_parse_prompt(prompt, capacity, f"prompt[{index}]") for index, prompt in enumerate(value)]
+
+
+def _parse_prompt(value: object, capacity: int, param: str) -> TextPrompt | TokensPrompt:
     if isinstance(value, str):
-        return TextPrompt(value)
+        return TextPrompt(value, param)
     if not value:
-        raise InvalidRequestError("'prompt' must be a string or a list of token ids.", param="prompt")
-    return TokensPrompt(parse_token_ids(value, capacity, "prompt"))
+        raise InvalidRequestError(f"'{param}' must be a string or a list of token ids.", param=param)
+    return TokensPrompt(parse_token_ids(value, capacity, param), param)
 
 
 def parse_token_ids(value: object, capacity: int, param: str) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ async def test_the_engine_is_told_whose_it_is_and_which_class(
     async with open_fake_engine() as engine:
         body = chat_body(priority=-3) if url == CHAT_URL else {"prompt": "hello", "priority": -3}
         planned = plan(engine, url, body | fields, caller=caller)
-    asked = planned.request
+    asked = planned.requests[0]
     assert (asked.key_name, asked.background) == (caller.key_name, background)
     assert asked.priority == (0 if "priority" in fields else -3)
     assert planned.envelope.service_tier == tier

@@ -103,8 +103,8 @@ async def test_errors_arrive_as_the_clients_own() -> None:
         with pytest.raises(openai.NotFoundError):
             create(model="gpt-9", messages=MESSAGES)
         with pytest.raises(openai.BadRequestError) as unsupported:
-            create(model="fake", messages=MESSAGES, n=3)
-        assert unsupported.value.param == "n"
+            create(model="fake", messages=MESSAGES, modalities=["audio"])
+        assert unsupported.value.param == "modalities"
         with pytest.raises(openai.APIError, match="deadline"):
             for _ in create(model="fake", messages=MESSAGES, stream=True, extra_body={"timeout": 0.05}):
                 pass

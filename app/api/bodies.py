@@ -1,0 +1,293 @@
+"""The bodies of generation requests: what each field may be, and what it becomes for the engine.
+
+The descriptions stand in `/openapi.json`, on `/docs` and in the README's table of parameters.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from app.api.schemas import Body, Object, fault
+from engine.sequence import SamplingParams
+
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_LENGTH: Final = 256
+MAX_STOP_TOKENS: Final = 64
+MAX_BIAS_ENTRIES: Final = 300
+MAX_CHOICES: Final = 16
+MAX_PROMPTS: Final = 64
+# Longer than any context, and still a number that every column of the batch can hold.
+MAX_TOKENS_CEILING: Final = 2**31 - 1
+# OpenAI's default for completions; a chat without a limit runs until it ends or the context is full.
+DEFAULT_COMPLETION_TOKENS: Final = 16
+
+
+def _read_stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise PydanticCustomError("stop", "must be a string or a list of strings")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise PydanticCustomError("stop", f"has {len(stops)} entries; at most {MAX_STOP_STRINGS} are taken")
+    if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        raise PydanticCustomError("stop", f"must have strings of 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(stops)
+
+
+def _read_stop_tokens(value: Any) -> Any:
+    if not isinstance(value, list) or not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in value):
+        raise PydanticCustomError("stop_token_ids", "must be a list of token ids, which are whole numbers")
+    if len(value) > MAX_STOP_TOKENS:
+        raise PydanticCustomError("stop_token_ids", f"has {len(value)} entries; at most {MAX_STOP_TOKENS} are taken")
+    return tuple(value)
+
+
+def _read_bias(value: Any) -> Any:
+    """`{"15": -100}` as pairs, in the order of token ids."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", "must be an object from token ids to numbers")
+    if len(value) > MAX_BIAS_ENTRIES:
+        raise PydanticCustomError("logit_bias", f"has {len(value)} entries; at most {MAX_BIAS_ENTRIES} are taken")
+    pairs = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise PydanticCustomError("logit_bias", "must have token ids, written as decimal strings, for its keys")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise PydanticCustomError("logit_bias", "must have numbers from -100 to 100 for its values")
+        pairs[int(key)] = float(bias)
+    return tuple(sorted(pairs.items()))
+
+
+def _false_is_none(value: Any) -> Any:
+    return None if value is False else value
+
+
+Stops = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_read_stops),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+                    "maxItems": MAX_STOP_STRINGS,
+                },
+            ]
+        }
+    ),
+]
+StopTokens = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_read_stop_tokens),
+    WithJsonSchema({
+        "type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MAX_STOP_TOKENS
+    }),
+]  # fmt: skip
+Bias = Annotated[
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_read_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIAS_ENTRIES,
+        }
+    ),
+]
+_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompt = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+                _IDS,
+                {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+_TEXT_PART: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Messages = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant"]},
+                    "content": {
+                        "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}],
+                    },
+                },
+                "required": ["role", "content"],
+            },
+        }
+    ),
+]
+
+
+class StreamOptions(Object):
+    """`stream_options` of a streamed request."""
+
+    include_usage: bool = Field(False, description="one more chunk at the end, with usage and timing")
+    continuous_usage_stats: Literal[False] = Field(False, description="usage in every chunk is not supported")
+    include_obfuscation: Literal[False] = Field(False, description="padding against eavesdroppers is not supported")
+
+    @field_validator("continuous_usage_stats", "include_obfuscation", mode="before")
+    @classmethod
+    def _not_supported(cls, value: Any) -> Any:
+        if value is not False:
+            raise PydanticCustomError("unsupported", "is not supported here; leave it out")
+        return value
+
+
+class GenerationBody(Body):
+    """What chat and completion requests share."""
+
+    temperature: float = Field(1.0, ge=0, le=2, description="0 always takes the likeliest token")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens that make up this share")
+    top_k: int = Field(0, ge=-1, description="draw from the k likeliest tokens; 0 and -1 draw from all")
+    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest one's probability")
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**64, description="the same random numbers again, for each choice its own"
+    )
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices for each prompt; the prompt is computed once")
+    stop: Stops = Field((), description="strings that end the answer and are not part of it")
+    stop_token_ids: StopTokens = Field((), description="tokens that end the answer")
+    max_tokens: int | None = Field(None, ge=1, description="longest answer; the context ends it in any case")
+    max_completion_tokens: int | None = Field(None, ge=1, description="the newer name of max_tokens; wins over it")
+    min_tokens: int = Field(0, ge=0, description="nothing ends the answer before so many tokens")
+    ignore_eos: bool = Field(False, description="the model's own end tokens do not end the answer")
+    skip_special_tokens: bool = Field(True, description="false shows the control tokens that the model writes")
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="taken from a token's logit for each time it was generated"
+    )
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="taken once from the logit of what was generated")
+    repetition_penalty: float = Field(
+        1.0, ge=0.01, le=100, description="divides the logits of what stands in prompt or answer (multiplies below 0)"
+    )
+    logit_bias: Bias = Field((), description="added to the logits of these token ids")
+    stream: bool = Field(False, description="server-sent events as the answer is written")
+    stream_options: StreamOptions | None = Field(None, description="only with stream")
+    timeout: float | None = Field(None, gt=0, description="seconds from arrival; then 408, or an error in the stream")
+    priority: int = Field(
+        0, ge=-(2**31), lt=2**31, description="the lower goes first among the waiting requests of the same key"
+    )
+    service_tier: Literal["auto", "default", "flex"] | None = Field(
+        None, description="flex is background work, which waits for the interactive"
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="cached prompts are shared only with the same salt"
+    )
+    user: str | None = Field(None, description="accepted; nothing is done with it")
+    metadata: dict[str, Any] | None = Field(None, description="accepted; nothing is done with it")
+    store: Literal[False] | None = Field(None, description="nothing is stored; true is refused")
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _nothing_is_stored(cls, value: Any) -> Any:
+        if value is True:
+            raise PydanticCustomError("unsupported", "is true, but nothing is stored here; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        limit = self.token_limit
+        if limit is not None and self.min_tokens > limit:
+            raise fault("min_tokens", f"is {self.min_tokens}, more than the {limit} tokens that may be generated")
+        if self.stream_options is not None and not self.stream:
+            raise fault("stream_options", "is only for streamed answers; set 'stream' to true")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """The longest answer asked for, in tokens; the newer name wins."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are told beside the chosen one; `None`: not even that one."""
+        return None
+
+    def sampling_params(self, *, default_max_tokens: int | None) -> SamplingParams:
+        """The engine's parameters; without a seed a fresh one is drawn for this call."""
+        limit = self.token_limit
+        if limit is None and default_max_tokens is not None:
+            limit = max(default_max_tokens, self.min_tokens)
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=min(max(self.top_k, 0), MAX_TOKENS_CEILING),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=secrets.randbits(64) if self.seed is None else self.seed % 2**64,
+            max_tokens=None if limit is None else min(limit, MAX_TOKENS_CEILING),
+            min_tokens=min(self.min_tokens, MAX_TOKENS_CEILING),
+            stop_token_ids=frozenset(self.stop_token_ids),
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            num_logprobs=self.num_logprobs,
+        )
+
+
+class ChatBody(GenerationBody):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Messages = Field(None, description="the conversation; contents are text, whole or in parts")
+    logprobs: bool = Field(False, description="the log-probability of each token of the answer")
+    top_logprobs: int = Field(0, ge=0, le=20, description="and of so many likeliest tokens beside it")
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise fault("top_logprobs", "is only for answers with log-probabilities; set 'logprobs' to true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `top_logprobs` says."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class CompletionBody(GenerationBody):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Prompt = Field(None, description="a text, a list of texts, token ids, or a list of lists of them")
+    echo: bool = Field(False, description="the prompt before the answer; not together with logprobs")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="must equal n: all choices are returned")
+    logprobs: Annotated[int | None, BeforeValidator(_false_is_none)] = Field(
+        None, ge=0, le=5, description="the log-probability of each token, and of so many likeliest ones beside it"
+    )
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise fault("best_of", f"is {self.best_of} and 'n' is {self.n}; only equal numbers are supported here")
+        if self.echo and self.logprobs is not None:
+            raise fault("logprobs", "are not told for a prompt that is echoed; leave out 'echo' or 'logprobs'")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `logprobs` says."""
+        return self.logprobs

@@ -1,0 +1,141 @@
+"""The choices of one answer: handed to the engine together, read as one, and added up."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import trio
+
+from app.api.envelope import Written
+from engine.outbox import Timing, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from app.api.logprobs import Entry
+    from app.api.parts import Part
+    from app.api.planning import Plan
+    from engine.engine import Engine
+    from engine.handle import Handle
+    from engine.outbox import Delta
+
+
+class Gathering:
+    """Reads several handles as one.
+
+    Args:
+        handles: a choice each.
+    """
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self.handles = tuple(handles)
+        self._news = trio.Event()
+        for handle in handles:
+            handle.outbox.on_news = self._ring
+        self._ring()  # something may have come before
+
+    async def take(self, until: float = math.inf) -> list[tuple[int, Delta]]:
+        """Wait for news of any choice and take all there is, by index; nothing when `until` has come first."""
+        with trio.move_on_at(until):
+            await self._news.wait()
+        self._news = trio.Event()
+        found = [(index, handle.outbox.take_now()) for index, handle in enumerate(self.handles)]
+        return [(index, delta) for index, delta in found if delta is not None]
+
+    def abort(self, cause: str) -> None:
+        """End all that have not ended."""
+        for handle in self.handles:
+            handle.abort(cause)
+
+    def _ring(self) -> None:
+        self._news.set()
+
+
+class Choices:
+    """What has become of each choice so far.
+
+    Args:
+        plan: what was asked.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._num_choices = plan.body.n
+        self._readers = [plan.make_reader() for _ in plan.requests]
+        self._usages: dict[int, Usage] = {}
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every choice has come to its end."""
+        return len(self._usages) == len(self._readers)
+
+    def take(self, index: int, delta: Delta) -> tuple[list[Part], list[Entry]]:
+        """The parts and the log-probabilities that a piece of a choice holds."""
+        reader = self._readers[index]
+        parts = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            parts = [*parts, *reader.finish()]
+            if delta.usage is not None:
+                self._usages[index] = delta.usage
+        return parts, []
+
+    def reason(self, index: int, delta: Delta) -> str:
+        """The finish reason to tell of a choice whose last piece this is."""
+        return self._readers[index].reason("" if delta.finish_reason is None else delta.finish_reason.value)
+
+    def usage(self) -> Usage:
+        """Of the whole answer: a prompt counts once, however many choices it has; of times the longest is told."""
+        usages = [self._usages[index] for index in range(len(self._readers))]
+        firsts = usages[:: self._num_choices]
+        timings = [usage.timing for usage in usages]
+        return Usage(
+            sum([usage.prompt_tokens for usage in firsts]),
+            sum([usage.completion_tokens for usage in usages]),
+            sum([usage.cached_tokens for usage in firsts]),
+            Timing(
+                max([timing.queue_seconds for timing in timings]),
+                max([timing.prefill_seconds for timing in timings]),
+                max([timing.decode_seconds for timing in timings]),
+                sum([timing.preemptions for timing in timings]),
+            ),
+        )
+
+
+class Whole:
+    """Gathers an answer that is told in one piece."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.choices = Choices(plan)
+        self._parts: list[list[Part]] = [[] for _ in plan.requests]
+        self._entries: list[list[Entry]] = [[] for _ in plan.requests]
+        self._reasons = [""] * len(plan.requests)
+
+    def add(self, index: int, delta: Delta) -> None:
+        """A piece of a choice."""
+        parts, entries = self.choices.take(index, delta)
+        self._parts[index] += parts
+        self._entries[index] += entries
+        if delta.finish_reason is not None:
+            self._reasons[index] = self.choices.reason(index, delta)
+
+    def written(self) -> list[Written]:
+        """All choices, once they have ended."""
+        columns = zip(self._parts, self._entries, self._reasons, strict=True)
+        return [Written(index, *column) for index, column in enumerate(columns)]
+
+
+def submit_choices(engine: Engine, plan: Plan, opened: Callable[[Handle], object]) -> list[Handle]:
+    """Hand in every choice. Never waits. The prompt is computed for the first; the others wait for that.
+
+    Args:
+        opened: told of each handle at once, so that none is forgotten when a later one is refused.
+
+    Raises:
+        UnavailableError: the queue is full, or the server is draining.
+    """
+    handles: list[Handle] = []
+    for request in plan.requests:
+        handle = engine.submit(request)
+        opened(handle)
+        handles.append(handle)
+    return handles

@@ -17,8 +17,8 @@ MAX_NAME_LENGTH: Final = 256
 def parse_messages(value: object, capacity: int) -> tuple[dict[str, Any], ...]:
     """Check `messages` and return dicts of `role` and `content`, both strings.
 
-    An assistant's message may have `tool_calls` beside them, with arguments parsed, and `reasoning_content`; a tool's has
-    `tool_call_id` and the `name` of the tool.
+    An assistant's message may have `tool_calls` beside them, with arguments parsed, and `reasoning_content`; a tool's
+    has `tool_call_id` and the `name` of the tool.
 
     Raises:
         InvalidRequestError: naming the message and the field at fault.
@@ -143,7 +143,7 @@ def _match_result(message: dict[str, Any], entry: dict[str, Any], open_calls: di
 def _unanswered(open_calls: dict[str, str], where: str) -> InvalidRequestError:
     shown = ", ".join(call_id[:64] for call_id in list(open_calls)[:4])
     return InvalidRequestError(
-        f"Each of an assistant's 'tool_calls' must be followed by a tool's message with its result; missing for {shown}.",
+        f"Each of an assistant's 'tool_calls' must be followed by a tool's message with its result; {shown} has none.",
         param=where,
     )
 

@@ -223,7 +223,7 @@ def instruct(tooling: Tooling) -> str:
 
 
 def _in_plain_words(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls and results as ordinary turns. Results of one turn are one message: many templates want turns to alternate."""
+    """Calls and results as ordinary turns; adjacent results are one, since many templates want turns to alternate."""
     plain: list[dict[str, Any]] = []
     before = None
     for message in messages:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from engine.batch import TokenLogprobs
     from engine.sequence import FinishReason
 
 
@@ -39,10 +40,13 @@ class Delta:
 
     Attributes:
         text: what may be shown; empty when tokens are held back or stand for nothing visible.
-        token_ids: the tokens that came with this piece.
+        token_ids: the tokens that were generated since the piece before, also those whose text is held back.
         finish_reason: set on the last piece only.
         error: one line of cause when `finish_reason` is `ERROR`, the cause of the abort when it is `ABORT`.
         usage: set on the last piece only.
+        logprobs: for requests that ask. They come with the text of their tokens, not with `token_ids`; the bytes of
+            all their tokens are the bytes of the answer's text. Tokens that are not shown have none: control tokens,
+            the stop token, and what lies within a stop string. One that is cut by a stop string has its entry.
     """
 
     text: str
@@ -50,6 +54,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Outbox:
@@ -67,23 +72,33 @@ class Outbox:
         self.last: Delta | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._news = trio.Event()
 
-    def append(self, text: str, token_id: int, now: float) -> None:
-        """Add a token and the text that became certain with it."""
+    def append(self, text: str, token_id: int, now: float, logprobs: Iterable[TokenLogprobs] = ()) -> None:
+        """Add a token, and the text and the log-probabilities that became certain with it."""
         if text:
             self._text.append(text)
         self._token_ids.append(token_id)
+        if logprobs:
+            self._logprobs.extend(logprobs)
         self.num_tokens += 1
         if self.unread_since is None:
             self.unread_since = now
         self._news.set()
         self.on_news()
 
-    def close(self, text: str, reason: FinishReason, usage: Usage, error: str | None = None) -> None:
+    def close(
+        self,
+        text: str,
+        reason: FinishReason,
+        usage: Usage,
+        error: str | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
         """Add the last text and the ending. Only the first ending counts."""
         if self.last is None:
-            self.last = Delta(text, (), reason, error, usage)
+            self.last = Delta(text, (), reason, error, usage, logprobs)
             self._news.set()
             self.on_news()
 
@@ -99,12 +114,15 @@ class Outbox:
     def _take(self) -> Delta:
         self._news = trio.Event()
         self.unread_since = None
-        text, token_ids, last = "".join(self._text), tuple(self._token_ids), self.last
+        text, token_ids, logprobs = "".join(self._text), tuple(self._token_ids), tuple(self._logprobs)
+        last = self.last
         self._text.clear()
         self._token_ids.clear()
+        self._logprobs.clear()
         if last is None:
-            return Delta(text, token_ids)
-        return Delta(text + last.text, token_ids, last.finish_reason, last.error, last.usage)
+            return Delta(text, token_ids, logprobs=logprobs)
+        logprobs += last.logprobs
+        return Delta(text + last.text, token_ids, last.finish_reason, last.error, last.usage, logprobs)
 
 
 def _nobody() -> None:

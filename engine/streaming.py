@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import trio
 
+    from engine.batch import TokenLogprobs
     from engine.handle import Handle
     from engine.loaded import TokenizerLike
     from engine.messages import Command, Result
@@ -24,9 +25,13 @@ if TYPE_CHECKING:
 class _Stream:
     """One open request: where its text goes and how far it is."""
 
-    def __init__(self, handle: Handle, detokenizer: Detokenizer) -> None:
+    def __init__(self, handle: Handle, tokenizer: TokenizerLike) -> None:
+        request = handle.request
+        skip = tokenizer.is_control if request.skip_special_tokens else _nothing
         self.handle = handle
-        self.detokenizer = detokenizer
+        self.detokenizer = Detokenizer(tokenizer.token_bytes, skip=skip, stop=request.stop)
+        own = frozenset() if request.ignore_eos else tokenizer.stop_token_ids
+        self.stop_token_ids = request.params.stop_token_ids | own
         self.times = RequestTimes(handle.arrival_time, handle.request.background)
         self.num_cached_tokens = 0
 
@@ -69,10 +74,7 @@ class Streaming:
         async for result in self._results:
             match result:
                 case Opened(handle):
-                    detokenizer = Detokenizer(
-                        self._tokenizer.token_bytes, skip=self._tokenizer.is_control, stop=handle.request.stop
-                    )
-                    self._streams[handle.sequence_id] = _Stream(handle, detokenizer)
+                    self._streams[handle.sequence_id] = _Stream(handle, self._tokenizer)
                 case StepResult():
                     self._apply(result)
 
@@ -91,21 +93,32 @@ class Streaming:
             stream = self._streams.get(sequence_id)
             if stream is not None:
                 stream.times.num_preemptions += 1
-        for sequence_id, token_id in result.update.tokens:
+        update = result.update
+        told = {sequence_id: iter(entries) for sequence_id, entries in update.logprobs.items()}
+        stopped = {ending.sequence_id for ending in update.endings if ending.reason is FinishReason.STOP}
+        for sequence_id, token_id in update.tokens:
             stream = self._streams.get(sequence_id)
-            if stream is not None:
-                self._advance(stream, token_id, result.finished)
-        for sequence_id, reason, error in result.update.endings:
+            if stream is None:
+                continue
+            if sequence_id in stopped and token_id in stream.stop_token_ids:
+                # The token that ends an answer is no part of its text, whatever it stands for.
+                self._stats.record_token(stream.times, result.finished)
+                stream.handle.outbox.append("", token_id, result.finished)
+            else:
+                entry = next(told[sequence_id], None) if sequence_id in told else None
+                self._advance(stream, token_id, entry, result.finished)
+        for sequence_id, reason, error in update.endings:
             stream = self._streams.get(sequence_id)
             if stream is not None:
                 self._close(stream, reason, result.finished, error)
 
-    def _advance(self, stream: _Stream, token_id: int, now: float) -> None:
-        handle = stream.handle
+    def _advance(self, stream: _Stream, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        handle, detokenizer = stream.handle, stream.detokenizer
         self._stats.record_token(stream.times, now)
         may_stop = stream.times.num_output_tokens > handle.request.params.min_tokens
-        handle.outbox.append(stream.detokenizer.push(token_id, may_stop=may_stop), token_id, now)
-        if stream.detokenizer.stopped is not None:
+        text = detokenizer.push(token_id, may_stop=may_stop, logprobs=logprobs)
+        handle.outbox.append(text, token_id, now, detokenizer.take_logprobs() if logprobs is not None else ())
+        if detokenizer.stopped is not None:
             self._commands.send_nowait(End(handle.sequence_id, FinishReason.STOP))
             self._close(stream, FinishReason.STOP, now, None)
         elif self._is_slow(handle, now):
@@ -116,7 +129,8 @@ class Streaming:
         del self._streams[handle.sequence_id]
         times.num_prompt_tokens = handle.num_prompt_tokens
         usage = Usage(times.num_prompt_tokens, times.num_output_tokens, stream.num_cached_tokens, _timing(times))
-        handle.outbox.close(stream.detokenizer.finish(), reason, usage, error)
+        text = stream.detokenizer.finish()
+        handle.outbox.close(text, reason, usage, error, stream.detokenizer.take_logprobs())
         if handle.abort_cause is not None:
             reason = FinishReason.ABORT  # it came to an end by itself after the caller had left
         self._stats.record_finish(times, now, reason.value, handle.abort_cause)
@@ -125,6 +139,11 @@ class Streaming:
     def _is_slow(self, handle: Handle, now: float) -> bool:
         since = handle.outbox.unread_since
         return since is not None and now - since > self._slow_client_seconds
+
+
+def _nothing(_token_id: int) -> bool:
+    """No token is left out."""
+    return False
 
 
 def _timing(times: RequestTimes) -> Timing:

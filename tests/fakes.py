@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from engine.batch import ScheduledBatch, StepOutput
+from engine.batch import ScheduledBatch, StepOutput, TokenLogprobs
 from engine.config import EngineConfig
 from engine.engine import Engine, open_engine
-from engine.errors import InvalidRequestError
+from engine.errors import ConstraintError, InvalidRequestError
 from engine.loaded import LoadedModel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
+    from engine.constraint import ConstraintState
     from engine.sequence import SamplingParams
 
 EOS = 256
@@ -120,6 +121,52 @@ def expected_output(prompt: Iterable[int], num_tokens: int) -> list[int]:
     return token_ids[start:]
 
 
+def fake_logprobs(known: list[int], token_id: int, num_top: int) -> TokenLogprobs:
+    """What the fake model tells of a token drawn after `known`: it is always the likeliest."""
+    logprob = -(1 + sum(known) % 7) / 8
+    others = [letter for letter in dict.fromkeys(LETTERS) if letter != token_id]
+    top = [(token_id, logprob), *[(other, logprob - rank - 1) for rank, other in enumerate(others)]]
+    return TokenLogprobs(token_id, logprob, tuple(top[:num_top]))
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A constraint: the answer is one of these byte strings, and ends then."""
+
+    options: tuple[bytes, ...]
+    forces: bool = True
+
+    def begin(self, token_ids: tuple[int, ...]) -> OneOfState:
+        state = OneOfState(self.options, self.forces)
+        for token_id in token_ids:
+            state.consume(token_id)
+        return state
+
+
+class OneOfState:
+    """What may still come of each option."""
+
+    def __init__(self, options: tuple[bytes, ...], forces: bool) -> None:
+        self.left = [[*option, EOS] for option in options]
+        self.forces = forces
+
+    def allowed(self) -> bytes:
+        bits = sum(1 << token_id for token_id in {left[0] for left in self.left})
+        return bits.to_bytes(-(-VOCAB_SIZE // 8), "little")
+
+    def consume(self, token_id: int) -> None:
+        self.left = [left[1:] for left in self.left if left and left[0] == token_id]
+        if not self.left:
+            raise ConstraintError(f"token {token_id} continues no option")
+
+    def force(self) -> tuple[int, ...]:
+        forced: list[int] = []
+        while self.forces and self.left[0] and all(left[:1] == self.left[0][:1] for left in self.left):
+            forced.append(self.left[0][0])
+            self.consume(forced[-1])
+        return tuple(forced)
+
+
 @dataclass
 class _Row:
     sequence_id: int
@@ -127,6 +174,25 @@ class _Row:
     num_prompt_tokens: int
     params: SamplingParams
     block_ids: list[int] = field(default_factory=list)
+    state: ConstraintState | None = None
+
+    def allowed(self) -> list[int] | None:
+        """Tokens that may come; `None` is any."""
+        if self.params.constraint is None:
+            return None
+        if self.state is None:
+            self.state = self.params.constraint.begin(tuple(self.token_ids[self.num_prompt_tokens :]))
+        bits = int.from_bytes(self.state.allowed(), "little")
+        return [token_id for token_id in range(VOCAB_SIZE) if bits >> token_id & 1]
+
+    def take(self, token_id: int) -> tuple[int, ...]:
+        """A token was drawn; gives those that follow it."""
+        forced: tuple[int, ...] = ()
+        if self.state is not None:
+            self.state.consume(token_id)
+            forced = () if self.params.num_logprobs is not None else self.state.force()
+        self.token_ids.extend((token_id, *forced))
+        return forced
 
 
 class FakeRunner:
@@ -168,9 +234,27 @@ class FakeRunner:
         for seat, block_ids in batch.new_blocks:
             self._rows[seat].block_ids.extend(block_ids)
         columns = zip(batch.seats, batch.sequence_ids, batch.starts, batch.counts, batch.samples, strict=True)
-        return StepOutput(batch.step, tuple([self._compute(*column) for column in columns]))
+        token_ids = [-1] * len(batch)
+        logprobs, forced, failures = {}, {}, {}
+        for index, column in enumerate(columns):
+            known, row = self._compute(*column), self._rows[batch.seats[index]]
+            if known is None:
+                continue
+            try:
+                token_id = self._draw(row, known)
+                following = row.take(token_id)
+            except ConstraintError as error:
+                failures[index] = str(error)
+                continue
+            token_ids[index] = token_id
+            if following:
+                forced[index] = following
+            if row.params.num_logprobs is not None:
+                logprobs[index] = fake_logprobs(known, token_id, row.params.num_logprobs)
+        return StepOutput(batch.step, tuple(token_ids), failures, logprobs=logprobs, forced=forced)
 
-    def _compute(self, seat: int, sequence_id: int, start: int, count: int, samples: bool) -> int:
+    def _compute(self, seat: int, sequence_id: int, start: int, count: int, samples: bool) -> list[int] | None:
+        """Write the row's tokens into the memory; read all of it back where a token is to be drawn."""
         row = self._rows[seat]
         if row.sequence_id != sequence_id or len(row.token_ids) < start + count:
             raise AssertionError(f"seat {seat} holds {row}, the batch speaks of {sequence_id} at {start}+{count}")
@@ -179,19 +263,22 @@ class FakeRunner:
                 position
             ]
         if not samples:
-            return -1
-        known = [
+            return None
+        return [
             self._memory[row.block_ids[position // self._block_size]][position % self._block_size]
             for position in range(start + count)
         ]
+
+    def _draw(self, row: _Row, known: list[int]) -> int:
+        """The next token; under a constraint the model's own where it may come, else one that may."""
         prompt = row.token_ids[: row.num_prompt_tokens]
         answer = self._answer(prompt) if self._answer is not None else None
         length = len(answer) if answer is not None else self._end_after(prompt) if self._end_after is not None else None
         count = len(known) - len(prompt)
         ends = length is not None and count == length and EOS in row.params.stop_token_ids
         token_id = EOS if ends else next_token(known) if answer is None or count >= len(answer) else answer[count]
-        row.token_ids.append(token_id)
-        return token_id
+        allowed = row.allowed()
+        return token_id if allowed is None or token_id in allowed else allowed[token_id % len(allowed)]
 
 
 class InlineStepper:

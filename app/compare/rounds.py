@@ -103,6 +103,9 @@ async def compare_on(
         seconds=max(0.0, PLANNED_SHARE * options.duration - warm),
         max_model_len=engine.model.context_length,
     )
+    if options.repeats is None and warm + choice.seconds > SECOND_ROUND_SHARE * options.duration:
+        # Not even the least there can be fits twice: say so at once.
+        choice = replace(choice, rounds=1, seconds=choice.seconds / choice.rounds)
     echo(_what_was_chosen(choice, warm, options))
     runs = await _all_rounds(engine, watch, choice, options, started=started, report=report)
     return Compared(runs, choice.workload, trio.current_time() - started)

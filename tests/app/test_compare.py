@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -152,6 +153,23 @@ async def test_what_was_asked_for_is_run_and_rounds_go_there_and_back(autojump_c
     )
     assert "A p95 wants 300 answers; these rest on 18." in result["remarks"]
     assert any(remark.startswith("KV waste is understated for the fixed batches") for remark in result["remarks"])
+
+
+@pytest.mark.parametrize("step_seconds", [0.1, 0.4, 1.6])
+async def test_two_rounds_fit_into_the_time_on_a_slow_machine_too(
+    autojump_clock: MockClock, step_seconds: float
+) -> None:
+    result, _, said = await compared(open_=partial(open_, step_seconds=step_seconds))
+    assert "2 rounds or more" in said[0]
+    assert result["rounds"] >= 2
+    assert result["seconds"] <= Options().duration
+
+
+async def test_where_two_rounds_cannot_fit_one_is_run_and_announced(autojump_clock: MockClock) -> None:
+    result, _, said = await compared(open_=partial(open_, step_seconds=8.0))
+    assert "1 round or more through four policies" in said[0]
+    assert result["rounds"] == 1
+    assert "One round only: nothing is known of the spread." in result["remarks"]
 
 
 def test_short_of_time_lengths_are_divided_by_more_and_fewer_are_taken() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from app.keys import Keyring
 from app.sharing import Sharing
 from engine.errors import ConfigError
 
@@ -42,24 +43,29 @@ NOBODY: Final = Caller()
 class Callers:
     """What the settings say about each API key.
 
+    Args:
+        keyring: the keys there are; those of the settings where it is not given.
+
     Raises:
-        ConfigError: `background_keys` or `cache_sharing` names a key that does not exist.
+        ConfigError: `background_keys`, `cache_sharing` or a section of limits names a key that does not exist.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        security = settings.security
-        self._sharing = Sharing(settings)
-        self._names = frozenset(key.name for key in security.api_keys)
-        self._background = frozenset(security.background_keys)
-        for name in security.background_keys:
-            if name not in self._names:
-                known = ", ".join(sorted(self._names)) or "none"
-                raise ConfigError(
-                    f"security.background_keys names the API key {name!r}, which is not in security.api_keys ({known})."
-                )
+    def __init__(self, settings: Settings, keyring: Keyring | None = None) -> None:
+        self._keyring = Keyring(settings) if keyring is None else keyring
+        self._sharing = Sharing(settings, self._keyring)
+        self._background = frozenset(settings.security.background_keys)
+        for name in settings.security.background_keys:
+            self._check_name(name, "security.background_keys")
+        for name in settings.security_limits:
+            self._check_name(name, f"[security.limits.{name}]")
 
     def of(self, who: str) -> Caller:
         """The caller of this name; what is not the name of a key is somebody on a server without keys."""
-        return Caller(
-            partial(self._sharing.root, who), who if who in self._names else "", background=who in self._background
-        )
+        known = self._keyring.get(who) is not None
+        return Caller(partial(self._sharing.root, who), who if known else "", background=who in self._background)
+
+    def _check_name(self, name: str, where: str) -> None:
+        names = self._keyring.names
+        if name not in names:
+            known = ", ".join(sorted(names)) or "none"
+            raise ConfigError(f"{where} names the API key {name!r}, which is not in security.api_keys ({known}).")

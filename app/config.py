@@ -10,22 +10,37 @@ import re
 import tomllib
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import SecretStr, ValidationError
 
-from app.config_schema import ApiKey, Section, Settings, is_loopback
+from app.config_schema import KeyLimits, Section, Settings, is_loopback
+from app.config_types import ApiKey
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
     from pydantic.fields import FieldInfo
 
-__all__ = ["ApiKey", "Key", "Settings", "environment", "is_loopback", "keys", "let_threads_sleep", "load_settings"]
+__all__ = [
+    "ApiKey",
+    "Key",
+    "KeyLimits",
+    "Settings",
+    "environment",
+    "is_loopback",
+    "keys",
+    "let_threads_sleep",
+    "load_settings",
+    "named_keys",
+    "state_dir",
+]
 
 _PREFIX = "RELEVO_"
+# Above sections with a name of the user's own: a flag or variable would have to carry that name, so a file has to.
+_LIMITS = "security.limits"
 # A Kubernetes service called "relevo" puts these into every pod; they are no settings.
 _KUBERNETES = re.compile(r"RELEVO_(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
 
@@ -98,7 +113,7 @@ class Key:
     def range(self) -> str:
         """What it may be, in words."""
         if self.is_list:
-            return "a list of name=key" if self.is_secret else "a list of names"
+            return f"a list of {self._extra['entries']}"
         limits = {type(rule).__name__.lower(): rule for rule in self.field.metadata}
         low, above, high = (getattr(limits.get(name), name, None) for name in ("ge", "gt", "le"))
         floor = f"more than {_plain(above)}" if above is not None else _plain(low) if low is not None else ""
@@ -124,8 +139,15 @@ def keys() -> Iterator[Key]:
             yield Key(section, name, field)
 
 
+def named_keys(name: str = "NAME") -> Iterator[Key]:
+    """The settings of the sections that exist once for each name. They have no flags and no variables."""
+    for key, field in KeyLimits.model_fields.items():
+        yield Key(f"{_LIMITS}.{name}", key, field)
+
+
 def _sections() -> dict[str, type[Section]]:
-    return {name.replace("_", "."): type(field.default) for name, field in Settings.model_fields.items()}
+    fields = {name.replace("_", "."): field.default for name, field in Settings.model_fields.items()}
+    return {name: type(default) for name, default in fields.items() if isinstance(default, Section)}
 
 
 def let_threads_sleep() -> None:
@@ -143,6 +165,15 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def state_dir(settings: Settings, environ: Mapping[str, str]) -> Path:
+    """The folder for what outlives the process: `[server] state_dir`, or by XDG's rules under `~/.local/state`."""
+    if settings.server.state_dir is not None:
+        return Path(settings.server.state_dir).expanduser()
+    # A relative path is invalid there, and to be ignored.
+    base = Path(environ.get("XDG_STATE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "relevo"
+
+
 def load_settings(
     *, path: Path | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
 ) -> Settings:
@@ -158,8 +189,11 @@ def load_settings(
     """
     table = {key.dotted: key for key in keys()}
     merged: dict[str, tuple[Any, str]] = {}
+    limits: dict[str, KeyLimits] = {}
     if path is not None:
-        merged |= _from_file(path, table)
+        document = _read_file(path)
+        limits = _take_limits(document, path)
+        merged |= _from_file(document, path, table)
     merged |= _from_environment(environ or {}, table)
     for dotted, value in (flags or {}).items():
         if value is not None:
@@ -175,19 +209,44 @@ def load_settings(
             sections[section.replace(".", "_")] = model.model_validate(values)
         except ValidationError as error:
             raise _explain(error, section, table, merged) from None
-    settings = Settings.model_validate(sections)
+    settings = Settings.model_validate({**sections, "security_limits": limits})
     _check_capacity(settings)
     _check_preferred_size(settings)
     return settings
 
 
-def _from_file(path: Path, table: Mapping[str, Key]) -> dict[str, tuple[Any, str]]:
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"There is no configuration file {path}.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from None
+
+
+def _take_limits(document: dict[str, Any], path: Path) -> dict[str, KeyLimits]:
+    """Take `[security.limits.NAME]` out of a document and check it; whether there are such names is seen later."""
+    security = document.get("security")
+    if not isinstance(security, dict) or "limits" not in security:
+        return {}
+    named = security.pop("limits")
+    if not isinstance(named, dict) or not all(isinstance(values, dict) for values in named.values()):
+        raise ConfigError(f"{path}: limits belong to the name of an API key, in a section [{_LIMITS}.NAME].")
+    return {name: _limits_of(name, values, path) for name, values in named.items()}
+
+
+def _limits_of(name: str, values: Mapping[str, Any], path: Path) -> KeyLimits:
+    table = {key.dotted: key for key in named_keys(name)}
+    section = f"{_LIMITS}.{name}"
+    merged = _settings_of(section, values, path, table)
+    checked = {table[dotted].name: _value(table[dotted], *given) for dotted, given in merged.items()}
+    try:
+        return KeyLimits.model_validate(checked)
+    except ValidationError as error:
+        raise _explain(error, section, table, merged) from None
+
+
+def _from_file(document: Mapping[str, Any], path: Path, table: Mapping[str, Key]) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
     for section, values in _tables(document, table):
         if section not in _sections():
@@ -195,11 +254,18 @@ def _from_file(path: Path, table: Mapping[str, Key]) -> dict[str, tuple[Any, str
             raise ConfigError(f"{path}: [{section}] is not a known section{_hint(f'[{section}]', known)}")
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: {section} must be a section, written as [{section}].")
-        for name, value in values.items():
-            if f"{section}.{name}" not in table:
-                raise ConfigError(f"{path}: [{section}] has no setting {name}{_hint_key(section, name, table)}")
-            found[f"{section}.{name}"] = (value, str(path))
+        found |= _settings_of(section, values, path, table)
     return found
+
+
+def _settings_of(
+    section: str, values: Mapping[str, Any], path: Path, table: Mapping[str, Key]
+) -> dict[str, tuple[Any, str]]:
+    """The values of one section, all of them known, with where they are from."""
+    for name in values:
+        if f"{section}.{name}" not in table:
+            raise ConfigError(f"{path}: [{section}] has no setting {name}{_hint_key(section, name, table)}")
+    return {f"{section}.{name}": (value, str(path)) for name, value in values.items()}
 
 
 def _tables(document: Mapping[str, Any], table: Mapping[str, Key]) -> Iterator[tuple[str, Any]]:

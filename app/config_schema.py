@@ -5,85 +5,30 @@ Flags and environment variables derive from these classes; tests hold config.tom
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from ipaddress import ip_address
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field
 
+from app.config_types import ApiKeys, Bytes, Names, Origins, Secret
 from engine.config import EngineConfig, SloTargets
 from engine.errors import ConfigError
 
-_UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _CAPACITY_FACTOR = 4
 
 
-def _setting(default: Any, unit: str, reason: str, *, absent: str | None = None, **limits: Any) -> Any:
-    """Declare a setting. `absent` is the word that stands for `None` in files, variables and flags."""
-    return Field(default, description=reason, json_schema_extra={"unit": unit, "absent": absent}, **limits)
+def _setting(
+    default: Any, unit: str, reason: str, *, absent: str | None = None, entries: str = "", **limits: Any
+) -> Any:
+    """Declare a setting.
 
-
-def _parse_bytes(value: object) -> object:
-    """Turn `"2GiB"` into bytes; leave the rest to the type check."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip().upper().replace(" ", "")
-    number = text.rstrip("BIKMGT")
-    try:
-        return int(float(number) * _UNITS[text[len(number) :] or "B"])
-    except (KeyError, ValueError, OverflowError):
-        raise ValueError('bytes, or a size like "2GiB"') from None
-
-
-def _strip(value: object) -> object:
-    """Secrets that are mounted as files end in a line end, which no header can carry; an empty one is none."""
-    text = value.get_secret_value() if isinstance(value, SecretStr) else value
-    return (text.strip() or None) if isinstance(text, str) else value
-
-
-def _parse_keys(value: object) -> object:
-    """Turn `name=key` entries, a list or one comma-separated string, into `ApiKey`s."""
-    entries = value.split(",") if isinstance(value, str) else value
-    if not isinstance(entries, (list, tuple)):
-        return value
-    keys = [_parse_key(part) for entry in entries for part in (entry.split(",") if isinstance(entry, str) else [entry])]
-    found = tuple(key for key in keys if key is not None)
-    if len({key.name for key in found}) < len(found):
-        raise ValueError("every name only once")
-    return found
-
-
-def _parse_key(entry: object) -> ApiKey | None:
-    if isinstance(entry, ApiKey):
-        return entry
-    name, _, key = entry.partition("=") if isinstance(entry, str) else ("", "", "")
-    if not name.strip() and not key.strip() and isinstance(entry, str) and "=" not in entry:
-        return None
-    if not name.strip() or not key.strip():
-        raise ValueError("entries of the form name=key")
-    return ApiKey(name.strip(), SecretStr(key.strip()))
-
-
-def _parse_names(value: object) -> object:
-    """Turn a list or one comma-separated string into names."""
-    entries = value.split(",") if isinstance(value, str) else value
-    if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
-        return value
-    return tuple(name.strip() for entry in entries for name in entry.split(",") if name.strip())
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """A key that may use `/v1`, and the name it goes by in logs and limits."""
-
-    name: str
-    key: SecretStr
-
-
-Secret = Annotated[SecretStr | None, BeforeValidator(_strip)]
-Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
-ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_parse_keys)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_parse_names)]
+    Args:
+        absent: the word that stands for `None` in files, variables and flags.
+        entries: what a list is a list of.
+    """
+    extra: dict[str, Any] = {"unit": unit, "absent": absent, "entries": entries}
+    return Field(default, description=reason, json_schema_extra=extra, **limits)
 
 
 class Section(BaseModel):
@@ -177,10 +122,18 @@ class SchedulerSection(Section):
         None, "tokens", "highest live max_num_batched_tokens; auto is four times it", absent="auto", ge=1, le=1 << 22
     )
     max_waiting: int = _setting(
-        256, "requests", "how many may wait, in each class of work; the next is refused at once with 503", ge=1, le=1 << 20
+        256,
+        "requests",
+        "how many may wait, in each class of work; the next is refused at once with 503",
+        ge=1,
+        le=1 << 20,
     )
     max_waiting_tokens: int = _setting(
-        262_144, "tokens", "prompts that may wait, in each class of work; 1,024 for each of 256 requests", ge=1, le=1 << 30
+        262_144,
+        "tokens",
+        "prompts that may wait, in each class of work; 1,024 for each of 256 requests",
+        ge=1,
+        le=1 << 30,
     )
 
 
@@ -204,17 +157,46 @@ class ServerSection(Section):
     served_model_name: str | None = _setting(
         None, "", "the name clients use; auto is the built-in, file or folder name", absent="auto", min_length=1
     )
+    cors_origins: Origins = _setting(
+        (), "", "sites whose pages may use the API, each with a key of its own; * is every site", entries="origins"
+    )
+    state_dir: str | None = _setting(
+        None,
+        "",
+        "folder for what outlives the process: keys made at /admin/keys; auto is $XDG_STATE_HOME/relevo",
+        absent="auto",
+        min_length=1,
+    )
 
 
 class SecuritySection(Section):
     """`[security]`."""
 
-    api_keys: ApiKeys = _setting((), "", "who may use /v1, as name=key; none leaves it to loopback peers")
+    api_keys: ApiKeys = _setting(
+        (), "", "who may use /v1, as name=key; none leaves it to loopback peers", entries="name=key"
+    )
     admin_token: Secret = _setting(
         None, "", "opens /ops, /admin and /metrics from elsewhere; empty leaves them to loopback peers", absent=""
     )
     background_keys: Names = _setting(
-        (), "", "names of keys whose requests are all background work, which waits for the interactive"
+        (), "", "names of keys whose requests are all background work, which waits for the interactive", entries="names"
+    )
+
+
+class KeyLimits(Section):
+    """`[security.limits.NAME]`: how much one API key may ask for."""
+
+    max_concurrent: int | None = _setting(None, "requests", "being answered at once", absent="none", ge=1, le=1 << 20)
+    requests_per_minute: int | None = _setting(
+        None, "requests", "on average; as many may come at once after a quiet minute", absent="none", ge=1, le=1 << 30
+    )
+    tokens_per_minute: int | None = _setting(
+        None,
+        "tokens",
+        "of prompts and answers, on average; what was over is paid back",
+        absent="none",
+        ge=1,
+        le=1 << 40,
     )
 
 
@@ -277,7 +259,11 @@ class SloBackgroundSection(Section):
 
 
 class Settings(Section):
-    """All settings, checked and frozen. An underscore in a section's name is its dot: `[slo.background]`."""
+    """All settings, checked and frozen. An underscore in a section's name is its dot: `[slo.background]`.
+
+    Attributes:
+        security_limits: by the name of an API key.
+    """
 
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
@@ -285,6 +271,7 @@ class Settings(Section):
     scheduler: SchedulerSection = SchedulerSection()
     server: ServerSection = ServerSection()
     security: SecuritySection = SecuritySection()
+    security_limits: Mapping[str, KeyLimits] = Field(default_factory=dict)
     slo: SloSection = SloSection()
     slo_background: SloBackgroundSection = SloBackgroundSection()
 
@@ -317,13 +304,18 @@ class Settings(Section):
             slo_background=SloTargets(**self.slo_background.model_dump()),
         )
 
-    def check_exposure(self, *, insecure: bool = False) -> None:
+    def check_exposure(self, *, insecure: bool = False, has_keys: bool = False) -> None:
         """Refuse to listen beyond loopback while everybody there could use and tune the server.
 
+        Args:
+            insecure: its owner accepts that.
+            has_keys: API keys were made while it ran before.
+
         Raises:
-            ConfigError: keys or the admin token are missing, and `insecure` does not accept that.
+            ConfigError: keys or the admin token are missing.
         """
-        if insecure or is_loopback(self.server.host) or (self.security.api_keys and self.security.admin_token):
+        has_keys = has_keys or bool(self.security.api_keys)
+        if insecure or is_loopback(self.server.host) or (has_keys and self.security.admin_token):
             return
         raise ConfigError(
             f"Listening on {self.server.host} is open to others: set [security] api_keys and admin_token, "

@@ -14,11 +14,13 @@ from app.api.errors import describe
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from app.limits import Permit
     from engine.handle import Handle
 
 log = logging.getLogger("relevo.http")
 
 HANDLES: Final = "relevo.handles"
+PERMITS: Final = "relevo.permits"
 BODY_READ: Final = "relevo.body_read"
 # A client that is refused in the middle of its upload reads the refusal only when it has sent everything.
 LINGER_SECONDS: Final = 3.0
@@ -27,8 +29,9 @@ LINGER_SECONDS: Final = 3.0
 class Guard:
     """Wraps an ASGI application.
 
-    *Nothing leaks.* Every generation that a call started is ended when the call is over. A client may leave between the
-    answer's headers and its body; then no handler and no generator is left to run a `finally`.
+    *Nothing leaks.* Every generation that a call started is ended when the call is over, and its place among the
+    requests of its API key is free again. A client may leave between the answer's headers and its body; then no handler
+    and no generator is left to run a `finally`.
 
     *Connections close.* At the end of an answer the server tells the application that the client is gone, which cancels
     the very task that is about to close the connection. The last message is therefore sent under a shield. Without it
@@ -47,6 +50,8 @@ class Guard:
             return
         handles: list[Handle] = []
         scope[HANDLES] = handles
+        permits: list[Permit] = []
+        scope[PERMITS] = permits
         scope[BODY_READ] = body_read = trio.Event()
         sender = _Sender(send)
 
@@ -65,6 +70,8 @@ class Guard:
         finally:
             for handle in handles:
                 handle.abort("client")
+            for permit in permits:
+                permit.close(trio.current_time())
 
 
 async def linger(scope: Any) -> None:

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
+import trio
 from quart import Response, g, redirect, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
@@ -19,13 +20,15 @@ from app.admin import admin_blueprint
 from app.api import api_blueprint
 from app.api.errors import ApiError, describe
 from app.assets import templates_dir
-from app.guard import Guard, linger
+from app.cors import Cors
+from app.guard import HANDLES, PERMITS, Guard, linger
+from app.limits import RateLimitError
 from app.login import login_blueprint
 from app.metrics import metrics_blueprint
 from app.pages import pages_blueprint
 from app.probes import probes_blueprint
 from app.render.templates import make_environment
-from app.security import Gate, area_of, refuse_cross_site
+from app.security import Area, Gate, area_of, is_cross_site, refuse_cross_site
 from engine.errors import RelevoError
 
 if TYPE_CHECKING:
@@ -35,7 +38,9 @@ if TYPE_CHECKING:
     from app.audit import AuditLog
     from app.callers import Callers
     from app.config import Settings
+    from app.key_service import KeyService
     from app.lifecycle import Lifecycle
+    from app.limits import Limits
     from app.live_config import LiveConfig
     from app.telemetry import Telemetry
     from engine.engine import Engine
@@ -68,6 +73,8 @@ class Context:
     Attributes:
         audit: history of the live settings.
         callers: what each API key may expect.
+        keys: the API keys, and the only way to change them.
+        limits: how much each of them may ask for.
         live: the only way to change them.
         started_at: seconds since the epoch.
     """
@@ -79,6 +86,8 @@ class Context:
     audit: AuditLog
     live: LiveConfig
     callers: Callers
+    keys: KeyService
+    limits: Limits
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def stats(self) -> dict[str, Any]:
@@ -93,7 +102,7 @@ def create_app(context: Context) -> QuartTrio:
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_SECONDS
     # `//v1/models` is another address, not a redirect to this one.
     app.url_map.merge_slashes = False
-    gate = Gate(context.settings)
+    gate = Gate(context.settings, context.keys.keyring)
     pages = make_environment()
     for blueprint in (
         api_blueprint(context),
@@ -104,14 +113,15 @@ def create_app(context: Context) -> QuartTrio:
         login_blueprint(gate, pages),
     ):
         app.register_blueprint(blueprint)
-    _install_checks(app, gate)
+    _install_checks(app, context, gate)
     _install_errors(app, pages)
     app.asgi_app = Guard(app.asgi_app)  # type: ignore[method-assign]
     return app
 
 
-def _install_checks(app: QuartTrio, gate: Gate) -> None:
+def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
     """What happens before and after every route."""
+    cors = Cors(context.settings.server.cors_origins)
 
     @app.before_request
     async def check() -> Response | WerkzeugResponse | None:
@@ -119,16 +129,21 @@ def _install_checks(app: QuartTrio, gate: Gate) -> None:
         rule = request.url_rule
         if rule is None:
             return None  # no route: 404 or 405, which tell nothing
+        methods = rule.methods or set()
         if request.method == "OPTIONS":
-            return Response("", 204, {"Allow": ", ".join(sorted(rule.methods or ()))})
-        refuse_cross_site(request)
+            allowed = {"Allow": ", ".join(sorted(methods)), **cors.preflight_headers(request, methods)}
+            return Response("", 204, allowed)
+        if not cors.allows(request):
+            refuse_cross_site(request)
         area = area_of(rule.rule)
         try:
-            g.who = gate.judge(request, area)
+            g.who = gate.judge(request, area, may_use_cookie=not is_cross_site(request))
         except ApiError as error:
             if error.status == 401 and _wants_page():
                 return redirect(f"/login?{urlencode({'next': request.full_path.rstrip('?')})}", 303)
             raise
+        if area is Area.API and request.method == "POST":
+            _count_in(context)
         return None
 
     @app.after_request
@@ -136,7 +151,27 @@ def _install_checks(app: QuartTrio, gate: Gate) -> None:
         response.headers["X-Request-Id"] = g.get("request_id") or _request_id(None)
         for name, value in SECURITY_HEADERS.items():
             response.headers.setdefault(name, value)
+        cors.add_headers(request, response.headers)
+        if g.get("metered"):
+            response.headers.update(context.limits.headers(g.who, trio.current_time()))
         return response
+
+
+def _count_in(context: Context) -> None:
+    """Take a place among the requests of the same API key; the guard around the app gives it back.
+
+    Raises:
+        RateLimitError: the key has had what it may have.
+    """
+    g.metered = True
+    scope: dict[str, Any] = request.scope  # type: ignore[assignment]
+    try:
+        permit = context.limits.admit(g.who, scope[HANDLES], trio.current_time())
+    except RateLimitError:
+        context.engine.count_refusal("rate_limited")
+        raise
+    if permit is not None:
+        scope[PERMITS].append(permit)
 
 
 def _install_errors(app: QuartTrio, pages: Environment) -> None:

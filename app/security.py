@@ -2,7 +2,7 @@
 
     area        needs
     OPEN        nothing: probes, static files, the login page
-    API         an API key, where there are any; else a peer on this machine
+    API         an API key, where there are any or were; else a peer on this machine
     OPERATOR    the admin token, where there is one; else a peer on this machine
 
 A server that listens beyond loopback without keys or token (`--insecure`) lets everyone in: that was its owner's word.
@@ -11,14 +11,16 @@ A server that listens beyond loopback without keys or token (`--insecure`) lets 
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+import time
 from enum import Enum
+from hashlib import sha256
 from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from app.api.errors import ApiError
 from app.config import is_loopback
+from app.keys import Digests, Keyring, cookie_for
 
 if TYPE_CHECKING:
     from quart import Request
@@ -51,25 +53,24 @@ def area_of(rule: str) -> Area:
     return Area.OPERATOR
 
 
-@dataclass(frozen=True, slots=True)
-class _Secret:
-    name: str
-    value: bytes
-    cookie: str
-
-
 class Gate:
-    """Judges requests by key, token, cookie or peer."""
+    """Judges requests by key, token, cookie or peer.
 
-    def __init__(self, settings: Settings) -> None:
-        security = settings.security
-        self._keys = tuple(_secret(entry.name, entry.key.get_secret_value()) for entry in security.api_keys)
-        token = security.admin_token
-        self._admin = None if token is None else _secret("admin", token.get_secret_value())
+    Args:
+        keyring: the API keys; those of the settings where it is not given.
+    """
+
+    def __init__(self, settings: Settings, keyring: Keyring | None = None) -> None:
+        self._keyring = Keyring(settings) if keyring is None else keyring
+        token = settings.security.admin_token
+        self._admin = None if token is None else Digests.of(token.get_secret_value())
         self._exposed = not is_loopback(settings.server.host)
 
-    def judge(self, request: Request, area: Area) -> str:
+    def judge(self, request: Request, area: Area, *, may_use_cookie: bool = True) -> str:
         """Who asks, for the history: `admin`, the name of a key, or the peer's address.
+
+        Args:
+            may_use_cookie: not for a page of another site, which has to bring a key itself.
 
         Raises:
             ApiError: 401 when a key or token would help, 403 when only being on this machine would.
@@ -77,67 +78,63 @@ class Gate:
         peer = peer_address(request)
         if area is Area.OPEN:
             return peer
-        secrets = self._secrets(area)
-        if secrets:
-            return self._judge_secret(request, secrets, area)
+        if self._keyring.is_closed if area is Area.API else self._admin is not None:
+            return self._judge_secret(request, area, may_use_cookie)
         if self._exposed or is_local(request):
             return peer
         raise ApiError(403, "This is open to this machine only.", code="not_local")
 
     def login(self, token: str) -> dict[str, str]:
         """The cookies that stand for `token`; none when it is neither the admin token nor a key."""
-        given = token.strip().encode()
-        cookies = {}
-        if self._admin is not None and hmac.compare_digest(given, self._admin.value):
-            cookies[ADMIN_COOKIE] = self._admin.cookie
-        for key in self._keys:
-            if hmac.compare_digest(given, key.value):
-                cookies[KEY_COOKIE] = key.cookie
-        return cookies
+        given = token.strip()
+        found = {}
+        if self._find(given.encode(), Area.OPERATOR) is not None:
+            found[ADMIN_COOKIE] = cookie_for(given)
+        if self._find(given.encode(), Area.API) is not None:
+            found[KEY_COOKIE] = cookie_for(given)
+        return found
 
-    def _secrets(self, area: Area) -> tuple[_Secret, ...]:
-        if area is Area.API:
-            return self._keys
-        return () if self._admin is None else (self._admin,)
-
-    def _judge_secret(self, request: Request, secrets: tuple[_Secret, ...], area: Area) -> str:
+    def _judge_secret(self, request: Request, area: Area, may_use_cookie: bool) -> str:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         found = None
         if scheme.lower() == "bearer":
-            found = _find(given.strip(), secrets, "value")
-        elif not scheme:
+            found = self._find(_header_bytes(given.strip()), area)
+        elif not scheme and may_use_cookie:
             cookie = request.cookies.get(KEY_COOKIE if area is Area.API else ADMIN_COOKIE, "")
-            found = _find(cookie, secrets, "cookie")
+            found = self._find(_header_bytes(cookie), area, is_cookie=True)
         if found is None:
             what = "API key" if area is Area.API else "admin token"
             code = "invalid_api_key" if area is Area.API else "invalid_admin_token"
             raise ApiError(401, f"Send a valid {what} as 'Authorization: Bearer …'.", code=code)
-        return found.name
+        return found
+
+    def _find(self, sent: bytes, area: Area, *, is_cookie: bool = False) -> str | None:
+        """The name of what was sent: of a key, or `admin`."""
+        if area is Area.API:
+            record = self._keyring.find(sent, time.time(), is_cookie=is_cookie)
+            return None if record is None else record.name
+        known = self._admin
+        if known is None:
+            return None
+        digest = known.cookie if is_cookie else known.key
+        return "admin" if hmac.compare_digest(sha256(sent).digest(), digest) else None
 
 
-def _secret(name: str, value: str) -> _Secret:
-    # The cookie proves knowledge of the secret without holding it, and still stands after a restart.
-    return _Secret(name, value.encode(), hmac.new(value.encode(), b"relevo page login", "sha256").hexdigest())
+def _header_bytes(text: str) -> bytes:
+    """The bytes of a header's text."""
+    return text.encode("latin-1", "replace")  # how they became text
 
 
-def _find(given: str, secrets: tuple[_Secret, ...], attribute: str) -> _Secret | None:
-    """The secret that was given. Every one is compared, so that the time taken tells nothing."""
-    found = None
-    offered = given.encode("latin-1", "replace")  # how header bytes became text
-    for secret in secrets:
-        known = secret.value if attribute == "value" else secret.cookie.encode()
-        if hmac.compare_digest(offered, known):
-            found = secret
-    return found
+def is_cross_site(request: Request) -> bool:
+    """Whether another site's page makes the request, as far as its browser tells."""
+    origin = request.headers.get("Origin")
+    foreign = origin is not None and not _same_host(origin, request.headers.get("Host", ""))
+    return foreign or request.headers.get("Sec-Fetch-Site", "").lower() == "cross-site"
 
 
 def refuse_cross_site(request: Request) -> None:
     """Raise 403 for a state-changing request that another site's page makes in its visitor's name."""
-    if request.method in _SAFE_METHODS:
-        return
-    origin = request.headers.get("Origin")
-    foreign = origin is not None and not _same_host(origin, request.headers.get("Host", ""))
-    if foreign or request.headers.get("Sec-Fetch-Site", "").lower() == "cross-site":
+    if request.method not in _SAFE_METHODS and is_cross_site(request):
         raise ApiError(403, "Pages of other sites may not do this.", code="cross_site")
 
 

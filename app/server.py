@@ -15,9 +15,13 @@ from hypercorn.trio import serve as serve_asgi
 
 from app.audit import AuditLog
 from app.callers import Callers
+from app.config import environment, state_dir
 from app.connections import use_connections
 from app.http import Context, create_app
+from app.key_service import KeyService, open_keys
+from app.keys import Keyring
 from app.lifecycle import FAREWELL_SECONDS, Lifecycle
+from app.limits import Limits
 from app.listening import cannot_listen, open_listening_socket
 from app.live_config import LiveConfig
 from app.telemetry import Telemetry
@@ -41,22 +45,25 @@ async def serve(settings: Settings) -> int:
         RelevoError: a setting is wrong, the port is taken or the model cannot be loaded.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    Callers(settings)  # unknown names of keys are refused before the model is loaded
-    with open_listening_socket(settings.server.host, settings.server.port) as listener:
-        async with open_engine(settings.engine_config()) as engine:
-            await serve_engine(settings, engine, listener)
+    async with open_keys(settings, state_dir(settings, environment())) as keys:
+        Callers(settings, keys.keyring)  # unknown names of keys are refused before the model is loaded
+        with open_listening_socket(settings.server.host, settings.server.port) as listener:
+            async with open_engine(settings.engine_config()) as engine:
+                await serve_engine(settings, engine, listener, keys)
     # Only now: a hung step holds the engine's end, too.
     faulthandler.cancel_dump_traceback_later()
     return 0
 
 
-async def serve_engine(settings: Settings, engine: Engine, listener: socket.socket) -> None:
+async def serve_engine(
+    settings: Settings, engine: Engine, listener: socket.socket, keys: KeyService | None = None
+) -> None:
     """Serve a running engine on a bound socket until a signal; the socket is closed at the end."""
     lifecycle = Lifecycle()
-    context = make_context(settings, engine, lifecycle)
+    context = make_context(settings, engine, lifecycle, keys)
     drain_seconds = settings.server.drain_timeout_seconds
     async with trio.open_nursery() as nursery:
-        for task in (context.telemetry.run, context.live.run, lifecycle.lag.run):
+        for task in (context.telemetry.run, context.live.run, context.keys.run, lifecycle.lag.run):
             nursery.start_soon(task)
 
         def drain() -> None:
@@ -73,9 +80,10 @@ async def serve_engine(settings: Settings, engine: Engine, listener: socket.sock
         nursery.cancel_scope.cancel()
 
 
-def make_context(settings: Settings, engine: Engine, lifecycle: Lifecycle) -> Context:
-    """What the routes work with, around a running engine."""
+def make_context(settings: Settings, engine: Engine, lifecycle: Lifecycle, keys: KeyService | None = None) -> Context:
+    """What the routes work with, around a running engine; without `keys`, those of the settings are all there are."""
     audit = AuditLog()
+    keys = KeyService(Keyring(settings)) if keys is None else keys
     return Context(
         settings=settings,
         engine=engine,
@@ -83,7 +91,9 @@ def make_context(settings: Settings, engine: Engine, lifecycle: Lifecycle) -> Co
         lifecycle=lifecycle,
         audit=audit,
         live=LiveConfig(engine, audit),
-        callers=Callers(settings),
+        callers=Callers(settings, keys.keyring),
+        keys=keys,
+        limits=Limits(keys.keyring.get),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from app.keys import Keyring
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,19 +16,18 @@ class Sharing:
 
     A hit answers sooner, and so tells that somebody of the same group asked the same before.
 
+    Args:
+        keyring: the keys there are; those of the settings where it is not given.
+
     Raises:
         ConfigError: `cache_sharing` names a key that does not exist, or one in two groups.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        names = [key.name for key in settings.security.api_keys]
+    def __init__(self, settings: Settings, keyring: Keyring | None = None) -> None:
+        self._keyring = Keyring(settings) if keyring is None else keyring
         mode = settings.cache.cache_sharing
-        if mode == "all" or (mode == "auto" and not names):
-            self._groups = dict.fromkeys(names, "")
-        elif mode in ("key", "auto"):
-            self._groups = {name: name for name in names}
-        else:
-            self._groups = {name: name for name in names} | _parse_groups(mode, names)
+        self._all_share = mode == "all"
+        self._groups = {} if mode in ("all", "key", "auto") else _parse_groups(mode, self._keyring.names)
 
     def root(self, who: str, salt: str | None) -> tuple[str, str]:
         """Where the chain of cached blocks starts for a request.
@@ -36,21 +36,25 @@ class Sharing:
             who: name of the API key; anything else where there are no keys.
             salt: the request's own `cache_salt`.
         """
-        return (self._groups.get(who, ""), salt or "")
+        record = self._keyring.get(who)
+        if record is None or self._all_share:
+            return "", salt or ""
+        # A new key has nothing to do with an old one of the same name.
+        return self._groups.get(who, record.identity), salt or ""
 
 
-def _parse_groups(text: str, names: list[str]) -> dict[str, str]:
+def _parse_groups(text: str, names: frozenset[str]) -> dict[str, str]:
     """`"alice+bob, carol+dave"` as key name to group."""
     groups: dict[str, str] = {}
     for group in filter(None, (part.strip() for part in text.split(","))):
         for name in (part.strip() for part in group.split("+")):
             if name not in names:
-                known = ", ".join(names) or "none"
+                known = ", ".join(sorted(names)) or "none"
                 raise ConfigError(
                     f"cache.cache_sharing names the API key {name!r}, which is not in security.api_keys "
                     f"({known}); it can be auto, all, key, or groups like alice+bob."
                 )
             if name in groups:
                 raise ConfigError(f"cache.cache_sharing names the API key {name!r} twice.")
-            groups[name] = group
+            groups[name] = f"group {group}"
     return groups

@@ -162,6 +162,10 @@ class Engine:
             self._idle = trio.Event()
         return handle
 
+    def count_refusal(self, reason: str) -> None:
+        """Somebody was turned away before the engine was asked; `reason` is a label value of the metrics."""
+        self._stats.rejected[reason] += 1
+
     async def set_limits(self, changes: Mapping[str, Any]) -> Limits:
         """Change live limits at the next step boundary. Lowering drains, as does another policy: nobody loses a seat.
 

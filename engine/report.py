@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "draining")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PHASES = ("door", "queued", "prefill", "decode")
-REJECTION_REASONS = ("context_length_exceeded", "queue_full", "draining", "invalid")
+REJECTION_REASONS = ("context_length_exceeded", "queue_full", "rate_limited", "draining", "invalid")
 
 
 @dataclass(frozen=True, slots=True)

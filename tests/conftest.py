@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 
 from app.config import let_threads_sleep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 let_threads_sleep()
 pytest_plugins = ["tests.fixtures_model"]
@@ -17,3 +21,11 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever runs the tests may have settings in the environment; the tests see none."""
     for name in [name for name in os.environ if name.startswith("RELEVO_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers that the tests start keep nothing in the home of whoever runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import trio
 
 from app.config import Settings
+from app.key_service import open_keys
 from app.listening import open_listening_socket
 from app.server import serve_engine
 from tests.fakes import fake_config, open_fake_engine
 
 
 async def serve(options: dict[str, Any]) -> None:
-    """Serve on a free port of this machine."""
+    """Serve on a free port of this machine; keys that are made are gone with the process unless a folder is named."""
     settings = Settings.model_validate(options.pop("settings", {}))
     config = fake_config(**options.pop("limits", {}))
-    with open_listening_socket("127.0.0.1", options.pop("port", 0)) as listener:
-        async with open_fake_engine(config, **options) as engine:
+    with TemporaryDirectory() as temporary, open_listening_socket("127.0.0.1", options.pop("port", 0)) as listener:
+        folder = Path(settings.server.state_dir or temporary)
+        async with open_keys(settings, folder) as keys, open_fake_engine(config, **options) as engine:
             print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-            await serve_engine(settings, engine, listener)
+            await serve_engine(settings, engine, listener, keys)
 
 
 if __name__ == "__main__":

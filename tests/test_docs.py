@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.config import Key, keys, load_settings
+from app.config import Key, keys, load_settings, named_keys
 from app.http import create_app
 from app.lifecycle import Lifecycle
 from app.server import make_context
@@ -24,14 +24,14 @@ def row_of(key: Key) -> str:
     return f"| `[{key.section}] {key.name}` | {key.default_text} | {key.unit} | {key.range} | {key.reason} |"
 
 
-@pytest.mark.parametrize("key", list(keys()), ids=lambda key: key.dotted)
+@pytest.mark.parametrize("key", [*keys(), *named_keys()], ids=lambda key: key.dotted)
 def test_every_setting_stands_in_the_table(key: Key) -> None:
     assert row_of(key) in README.splitlines()
 
 
 def test_the_table_has_no_other_settings() -> None:
     named = re.findall(r"^\| `\[([\w.]+)\] (\w+)` \|", README, re.MULTILINE)
-    assert [f"{section}.{name}" for section, name in named] == [key.dotted for key in keys()]
+    assert [f"{section}.{name}" for section, name in named] == [key.dotted for key in (*keys(), *named_keys())]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,6 +9,8 @@ import trio
 
 from app.cli.options import ALL_SECTIONS, Parser, add_command, add_settings, settings_of
 from app.cli.pull import with_model
+from app.config import environment, is_loopback, state_dir
+from app.key_store import has_keys
 from app.listening import open_listening_socket
 
 if TYPE_CHECKING:
@@ -25,7 +27,9 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
     settings = settings_of(options)
-    settings.check_exposure(insecure=options.insecure)
+    exposed = not options.insecure and not is_loopback(settings.server.host)
+    made_before = exposed and has_keys(state_dir(settings, environment()))
+    settings.check_exposure(insecure=options.insecure, has_keys=made_before)
     name, settings = settings.model.name, with_model(settings)
     # The address is bound again when it is needed; here it only has to be free.
     open_listening_socket(settings.server.host, settings.server.port).close()

@@ -18,6 +18,7 @@ FINISHED = {"stop": "came to an end", "length": "longest answer", "abort": "abor
 REJECTED = {
     "queue_full": "queue full",
     "context_length_exceeded": "prompt too long",
+    "rate_limited": "over the limit of its key",
     "draining": "shutting down",
     "invalid": "not valid, at the engine",
 }

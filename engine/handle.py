@@ -56,6 +56,7 @@ class GenerationRequest:
         stop: strings that end the answer; nothing of them is ever shown.
         ignore_eos: the model's own end tokens do not end the answer.
         skip_special_tokens: control tokens are not shown; otherwise as the vocabulary spells them.
+        shown_token_ids: control tokens that are shown in any case.
         cache_root: only requests of the same root share cached blocks.
         key_name: name of the API key that asked, empty without keys; between keys the engine is fair.
         background: background work waits for the interactive.
@@ -72,6 +73,7 @@ class GenerationRequest:
     background: bool = False
     priority: int = 0
     skip_special_tokens: bool = True
+    shown_token_ids: frozenset[int] = frozenset()
 
 
 class Handle:

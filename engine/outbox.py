@@ -47,6 +47,7 @@ class Delta:
         logprobs: for requests that ask. They come with the text of their tokens, not with `token_ids`; the bytes of
             all their tokens are the bytes of the answer's text. Tokens that are not shown have none: control tokens,
             the stop token, and what lies within a stop string. One that is cut by a stop string has its entry.
+        stop: the stop string that ended the answer, where one did.
     """
 
     text: str
@@ -55,6 +56,7 @@ class Delta:
     error: str | None = None
     usage: Usage | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    stop: str | None = None
 
 
 class Outbox:
@@ -95,10 +97,11 @@ class Outbox:
         usage: Usage,
         error: str | None = None,
         logprobs: tuple[TokenLogprobs, ...] = (),
+        stop: str | None = None,
     ) -> None:
         """Add the last text and the ending. Only the first ending counts."""
         if self.last is None:
-            self.last = Delta(text, (), reason, error, usage, logprobs)
+            self.last = Delta(text, (), reason, error, usage, logprobs, stop)
             self._news.set()
             self.on_news()
 
@@ -122,7 +125,7 @@ class Outbox:
         if last is None:
             return Delta(text, token_ids, logprobs=logprobs)
         logprobs += last.logprobs
-        return Delta(text + last.text, token_ids, last.finish_reason, last.error, last.usage, logprobs)
+        return Delta(text + last.text, token_ids, last.finish_reason, last.error, last.usage, logprobs, last.stop)
 
 
 def _nobody() -> None:

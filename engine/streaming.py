@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import trio
 
     from engine.batch import TokenLogprobs
-    from engine.handle import Handle
+    from engine.handle import GenerationRequest, Handle
     from engine.loaded import TokenizerLike
     from engine.messages import Command, Result
     from engine.stats import Stats
@@ -27,9 +27,8 @@ class _Stream:
 
     def __init__(self, handle: Handle, tokenizer: TokenizerLike) -> None:
         request = handle.request
-        skip = tokenizer.is_control if request.skip_special_tokens else _nothing
         self.handle = handle
-        self.detokenizer = Detokenizer(tokenizer.token_bytes, skip=skip, stop=request.stop)
+        self.detokenizer = Detokenizer(tokenizer.token_bytes, skip=_hidden(request, tokenizer), stop=request.stop)
         own = frozenset() if request.ignore_eos else tokenizer.stop_token_ids
         self.stop_token_ids = request.params.stop_token_ids | own
         self.times = RequestTimes(handle.arrival_time, handle.request.background)
@@ -129,8 +128,9 @@ class Streaming:
         del self._streams[handle.sequence_id]
         times.num_prompt_tokens = handle.num_prompt_tokens
         usage = Usage(times.num_prompt_tokens, times.num_output_tokens, stream.num_cached_tokens, _timing(times))
-        text = stream.detokenizer.finish()
-        handle.outbox.close(text, reason, usage, error, stream.detokenizer.take_logprobs())
+        detokenizer = stream.detokenizer
+        text = detokenizer.finish()
+        handle.outbox.close(text, reason, usage, error, detokenizer.take_logprobs(), detokenizer.stopped)
         if handle.abort_cause is not None:
             reason = FinishReason.ABORT  # it came to an end by itself after the caller had left
         self._stats.record_finish(times, now, reason.value, handle.abort_cause)
@@ -141,9 +141,14 @@ class Streaming:
         return since is not None and now - since > self._slow_client_seconds
 
 
-def _nothing(_token_id: int) -> bool:
-    """No token is left out."""
-    return False
+def _hidden(request: GenerationRequest, tokenizer: TokenizerLike) -> Callable[[int], bool]:
+    """Which tokens are left out of the answer's text."""
+    shown = request.shown_token_ids
+    if not request.skip_special_tokens:
+        return lambda _token_id: False
+    if not shown:
+        return tokenizer.is_control
+    return lambda token_id: tokenizer.is_control(token_id) and token_id not in shown
 
 
 def _timing(times: RequestTimes) -> Timing:

@@ -115,6 +115,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_shown(autojump_clock: Mo
         assert got == text[:end]
         assert len(token_ids) == end + len(stop)
         assert last.finish_reason is FinishReason.STOP
+        assert last.stop == stop
         assert last.usage is not None
         assert last.usage.completion_tokens == len(token_ids)
         await trio.sleep(0.1)

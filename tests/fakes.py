@@ -21,7 +21,7 @@ from engine.errors import ConstraintError, InvalidRequestError
 from engine.loaded import LoadedModel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from engine.constraint import ConstraintState
     from engine.sequence import SamplingParams
@@ -212,7 +212,7 @@ class FakeRunner:
         block_size: int,
         *,
         end_after: Callable[[list[int]], int | None] | None = None,
-        answer: Callable[[list[int]], bytes | None] | None = None,
+        answer: Callable[[list[int]], Sequence[int] | None] | None = None,
         before_step: Callable[[ScheduledBatch], None] | None = None,
     ) -> None:
         self.batches: list[ScheduledBatch] = []
@@ -317,7 +317,7 @@ async def open_fake_engine(
     chat_template: bool | FakeChatTemplate = True,
     name: str = "fake",
     end_after: Callable[[list[int]], int | None] | None = None,
-    answer: Callable[[list[int]], bytes | None] | None = None,
+    answer: Callable[[list[int]], Sequence[int] | None] | None = None,
 ) -> AsyncIterator[Engine]:
     """A real engine over the fake model; each step takes `step_seconds` of the loop's time."""
     config = config or fake_config()

@@ -87,7 +87,7 @@ def _axis_count(value: float) -> str:
 PARTS: dict[str, Callable[[Scene], dict[str, Any]]] = {
     "state": lambda scene: {"state": state_of(scene)},
     "tiles": lambda scene: {"tiles": make_tiles(scene.snapshot, scene.history, scene.promises)},
-    "table": lambda scene: {"picture": table_of(scene)},
+    "table": lambda scene: {"picture": table_of(scene), "policy": scene.snapshot["config"]["policy"]},
     "charts": lambda scene: {"charts": charts_of(scene)},
     "latency": lambda scene: {"rows": latency_rows(scene), "slo": slo_words(scene)},
     "requests": lambda scene: request_variables(scene),

@@ -17,6 +17,7 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from app.admin import admin_blueprint
+from app.admin_keys import keys_blueprint
 from app.api import api_blueprint
 from app.api.errors import ApiError, describe
 from app.assets import templates_dir
@@ -107,6 +108,7 @@ def create_app(context: Context) -> QuartTrio:
     for blueprint in (
         api_blueprint(context),
         admin_blueprint(context),
+        keys_blueprint(context),
         probes_blueprint(context),
         metrics_blueprint(context),
         pages_blueprint(context),

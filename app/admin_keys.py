@@ -1,0 +1,186 @@
+"""`/admin/keys`: makes and revokes API keys. A page whose forms need no script, and the same as JSON for programs."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ConfigDict, Field, ValidationError
+from quart import Blueprint, Response, g, jsonify, redirect, request
+
+from app.api.errors import ApiError
+from app.api.requests import read_json
+from app.audit import timestamp
+from app.config_schema import KeyLimits, is_loopback
+from app.render.keys import LIMIT_TITLES, page_variables
+from app.render.templates import make_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from werkzeug.wrappers import Response as WerkzeugResponse
+
+    from app.http import Context
+    from app.key_service import KeyService
+    from app.keys import KeyRecord
+
+log = logging.getLogger("relevo.keys")
+
+MAX_NAME_LENGTH: Final = 64
+
+
+class NewKey(KeyLimits):
+    """Body of `POST /admin/keys`."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str = Field(min_length=1, max_length=MAX_NAME_LENGTH)
+
+    @property
+    def limits(self) -> KeyLimits:
+        """The limits alone."""
+        return KeyLimits.model_validate(self.model_dump(exclude={"name"}))
+
+
+def keys_blueprint(context: Context) -> Blueprint:
+    """The routes, bound to `context`."""
+    blueprint = Blueprint("keys", __name__)
+    templates = make_environment()
+    keys = context.keys
+    exposed = not is_loopback(context.settings.server.host)
+
+    def page(status: int = 200, **variables: Any) -> Response:
+        shown = page_variables(keys.keyring, keys.problem, exposed=exposed) | variables
+        state = context.telemetry.draw_part("state")
+        html = templates.get_template("keys.html").render(page="admin", state_html=state, **shown)
+        return Response(html, status, {"Cache-Control": "no-store"}, content_type="text/html; charset=utf-8")
+
+    async def make_from_form() -> Response:
+        form = dict(await request.form)
+        try:
+            record, secret = await _make(keys, parse_form(form))
+        except ApiError as error:
+            return page(error.status, typed=form, error={"field": error.param, "message": str(error)})
+        return page(201, made={"name": record.name, "secret": secret})
+
+    @blueprint.get("/admin/keys")
+    async def show() -> Response:
+        return page() if "text/html" in request.headers.get("Accept", "") else _as_json(view(keys))
+
+    @blueprint.post("/admin/keys")
+    async def make() -> Response:
+        if request.mimetype == "application/x-www-form-urlencoded":
+            return await make_from_form()
+        record, secret = await _make(keys, parse_new_key(await read_json()))
+        return _as_json({**_entry(keys, record), "key": secret}, 201)
+
+    @blueprint.delete("/admin/keys/<key_id>")
+    async def revoke(key_id: str) -> Response:
+        await _revoke(keys, key_id)
+        return _as_json(view(keys))
+
+    @blueprint.post("/admin/keys/<key_id>/revoke")
+    async def revoke_from_form(key_id: str) -> Response | WerkzeugResponse:
+        try:
+            await _revoke(keys, key_id)
+        except ApiError as error:
+            return page(error.status, error={"field": None, "message": str(error)})
+        return redirect("/admin/keys", 303)
+
+    @blueprint.delete("/admin/keys")
+    async def forget() -> Response:
+        await _forget(keys)
+        return _as_json(view(keys))
+
+    @blueprint.post("/admin/keys/forget")
+    async def forget_from_form() -> Response | WerkzeugResponse:
+        try:
+            await _forget(keys)
+        except ApiError as error:
+            return page(error.status, error={"field": None, "message": str(error)})
+        return redirect("/admin/keys", 303)
+
+    return blueprint
+
+
+def view(keys: KeyService) -> dict[str, Any]:
+    """The object of `GET /admin/keys`: every key, whether one is needed, and why none can be made."""
+    entries = [_entry(keys, record) for record in keys.keyring]
+    return {"keys": entries, "key_needed": keys.keyring.is_closed, "problem": keys.problem}
+
+
+def _entry(keys: KeyService, record: KeyRecord) -> dict[str, Any]:
+    times = {"created": record.created, "last_used": record.last_used, "revoked": record.revoked}
+    return {
+        "id": record.key_id,
+        "name": record.name,
+        "configured": record.key_id is None,
+        "valid": keys.keyring.is_valid(record),
+        **{name: None if when is None else timestamp(when) for name, when in times.items()},
+        "limits": record.limits.model_dump(),
+    }
+
+
+def _as_json(value: object, status: int = 200) -> Response:
+    answer = jsonify(value)
+    answer.status_code = status
+    answer.headers["Cache-Control"] = "no-store"
+    return answer
+
+
+def parse_new_key(data: Mapping[str, Any]) -> NewKey:
+    """Check the body of a `POST /admin/keys`; `null` means absent.
+
+    Raises:
+        ApiError: 422, naming the field at fault.
+    """
+    name = data.get("name")
+    if isinstance(name, str):
+        data = {**data, "name": name.strip()}
+        if not name.strip().isprintable():
+            raise ApiError(422, "'name' has characters that cannot be shown.", param="name", code="invalid_value")
+    try:
+        return NewKey.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = str(first["loc"][0])
+        known = ", ".join(("name", *LIMIT_TITLES))
+        if first["type"] == "extra_forbidden":
+            raise ApiError(
+                422, f"'{param}' is unknown; there are {known}.", param=param, code="invalid_value"
+            ) from None
+        message = first["msg"].replace("Input should ", "must ").replace("String should ", "must ")
+        message = message.replace("Field required", "is required")
+        raise ApiError(422, f"'{param}' {message}.", param=param, code="invalid_value") from None
+
+
+def parse_form(form: Mapping[str, str]) -> NewKey:
+    """The same from the page's form, where an empty field is no limit.
+
+    Raises:
+        ApiError: 422, naming the field at fault.
+    """
+    data: dict[str, Any] = {"name": form.get("name", "")}
+    for field in LIMIT_TITLES:
+        text = form.get(field, "").strip()
+        # What is no whole number is left as it is, to be refused in the same words.
+        data[field] = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text or None
+    return parse_new_key(data)
+
+
+async def _make(keys: KeyService, wanted: NewKey) -> tuple[KeyRecord, str]:
+    record, secret = await keys.make(wanted.name, wanted.limits)
+    log.info("%s made the API key %r", g.who, record.name)
+    return record, secret
+
+
+async def _revoke(keys: KeyService, key_id: str) -> None:
+    if not (key_id.isascii() and key_id.isdigit() and len(key_id) < 20):
+        raise ApiError(404, "Keys go by their number; those of the configuration have none.", code="key_not_found")
+    await keys.revoke(int(key_id))
+    log.info("%s revoked the API key %s", g.who, key_id)
+
+
+async def _forget(keys: KeyService) -> None:
+    await keys.forget_revoked()
+    log.info("%s had the revoked API keys forgotten", g.who)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.api.schemas import Body, Object, fault
@@ -65,79 +65,66 @@ def _false_is_none(value: Any) -> Any:
     return None if value is False else value
 
 
+def _read_as(kind: str, **schema: Any) -> WithJsonSchema:
+    """A JSON schema for what a validator reads; `kind` says it in words."""
+    return WithJsonSchema({"x-kind": kind, **schema})
+
+
+_STOP: Final = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_TEXT: Final = {"type": "string", "minLength": 1}
+_ID: Final = {"type": "integer", "minimum": 0}
+_IDS: Final = {"type": "array", "items": _ID, "minItems": 1}
+_PART: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGE: Final = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
+    },
+    "required": ["role", "content"],
+}
+
 Stops = Annotated[
     tuple[str, ...],
     BeforeValidator(_read_stops),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
-                {
-                    "type": "array",
-                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
-                    "maxItems": MAX_STOP_STRINGS,
-                },
-            ]
-        }
+    _read_as(
+        f"text, or at most {MAX_STOP_STRINGS} of them, of 1 to {MAX_STOP_LENGTH} characters",
+        anyOf=[_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}],
     ),
 ]
 StopTokens = Annotated[
     tuple[int, ...],
     BeforeValidator(_read_stop_tokens),
-    WithJsonSchema({
-        "type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MAX_STOP_TOKENS
-    }),
-]  # fmt: skip
+    _read_as(f"at most {MAX_STOP_TOKENS} token ids", type="array", items=_ID, maxItems=MAX_STOP_TOKENS),
+]
 Bias = Annotated[
     tuple[tuple[int, float], ...],
     BeforeValidator(_read_bias),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "maxProperties": MAX_BIAS_ENTRIES,
-        }
+    _read_as(
+        f"at most {MAX_BIAS_ENTRIES} token ids, each with a number, -100 to 100",
+        type="object",
+        propertyNames={"pattern": "^[0-9]{1,9}$"},
+        additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+        maxProperties=MAX_BIAS_ENTRIES,
     ),
 ]
-_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 Prompt = Annotated[
     Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
-                _IDS,
-                {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
-            ]
-        }
+    _read_as(
+        f"text, token ids, or at most {MAX_PROMPTS} of either",
+        anyOf=[
+            _TEXT,
+            {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
+            _IDS,
+            {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+        ],
     ),
 ]
-_TEXT_PART: Final = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-Messages = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "role": {"enum": ["system", "developer", "user", "assistant"]},
-                    "content": {
-                        "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}],
-                    },
-                },
-                "required": ["role", "content"],
-            },
-        }
-    ),
-]
+Messages = Annotated[Any, _read_as("list of messages", type="array", items=_MESSAGE, minItems=1)]
 
 
 class StreamOptions(Object):
@@ -251,9 +238,11 @@ class GenerationBody(Body):
 
 
 class ChatBody(GenerationBody):
-    """Body of `POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`; the messages are checked by `messages.py`."""
 
-    messages: Messages = Field(None, description="the conversation; contents are text, whole or in parts")
+    model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
+
+    messages: Messages = Field(None, description="contents are text, whole or in parts")
     logprobs: bool = Field(False, description="the log-probability of each token of the answer")
     top_logprobs: int = Field(0, ge=0, le=20, description="and of so many likeliest tokens beside it")
 
@@ -270,9 +259,11 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """Body of `POST /v1/completions`."""
+    """Body of `POST /v1/completions`; the prompt is checked by `planning.py`."""
 
-    prompt: Prompt = Field(None, description="a text, a list of texts, token ids, or a list of lists of them")
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
+
+    prompt: Prompt = Field(None, description="the choices of the first come first, then those of the next")
     echo: bool = Field(False, description="the prompt before the answer; not together with logprobs")
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="must equal n: all choices are returned")
     logprobs: Annotated[int | None, BeforeValidator(_false_is_none)] = Field(

@@ -9,15 +9,28 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from app.api.logprobs import ChatWriter, CompletionWriter, Writer
 from app.api.parts import CallArguments, CallBegun, Text, Thinking, join_parts, join_text
-from app.api.sse import DONE, event, extension_json, usage_json
+from app.api.sse import DONE, HEARTBEAT, event, extension_json, usage_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from app.api.errors import ErrorAnswer
-    from app.api.logprobs import Entry
     from app.api.parts import Part
+    from engine.batch import TokenLogprobs
     from engine.outbox import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a choice ended.
+
+    Attributes:
+        reason: the finish reason to tell.
+        stop: the stop string that ended it, where one did.
+    """
+
+    reason: str
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +39,33 @@ class Written:
 
     Attributes:
         entries: its tokens' log-probabilities; empty where none were asked for.
-        reason: the finish reason to tell.
     """
 
     index: int
     parts: list[Part]
-    entries: list[Entry]
-    reason: str
+    entries: list[TokenLogprobs]
+    ending: Ending
 
 
 class Envelope(ABC):
-    """Wraps the choices of one answer. All methods give bytes of a stream but `whole`, which gives the other form."""
+    """Wraps the choices of one answer. All methods give bytes of a stream but `whole`, which gives the other form.
+
+    Attributes:
+        heartbeat: what a stream sends when there is nothing to tell.
+    """
+
+    heartbeat: bytes = HEARTBEAT
 
     @abstractmethod
-    def opening(self, num_choices: int) -> bytes:
-        """What a stream starts with, before any text."""
+    def opening(self, prompt_tokens: Sequence[int]) -> bytes:
+        """What a stream starts with, before any text; told how long the prompt of each choice is, in tokens."""
 
     @abstractmethod
-    def piece(self, index: int, parts: Sequence[Part], entries: Sequence[Entry]) -> bytes:
+    def piece(self, index: int, parts: Sequence[Part], entries: Sequence[TokenLogprobs]) -> bytes:
         """What came of a choice; empty when there is nothing to tell."""
 
     @abstractmethod
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, ending: Ending) -> bytes:
         """A choice has come to its end."""
 
     @abstractmethod
@@ -102,7 +120,7 @@ class OpenAIEnvelope(Envelope):
         self._before = f'data: {head},"choices":[{{"index":'
         self._after = '}],"usage":null}\n\n' if with_usage else "}]}\n\n"
 
-    def piece(self, index: int, parts: Sequence[Part], entries: Sequence[Entry]) -> bytes:
+    def piece(self, index: int, parts: Sequence[Part], entries: Sequence[TokenLogprobs]) -> bytes:
         """A chunk for each part; the log-probabilities go with the first."""
         if not entries:
             return b"".join([self._chunk(index, self.members(part)) for part in parts])
@@ -128,7 +146,7 @@ class OpenAIEnvelope(Envelope):
                 "index": choice.index,
                 **self.whole_members(choice),
                 "logprobs": self.writer(self._token_bytes).write(choice.entries) if self._with_logprobs else None,
-                "finish_reason": choice.reason,
+                "finish_reason": choice.ending.reason,
             }
             for choice in choices
         ]
@@ -158,14 +176,14 @@ class ChatEnvelope(OpenAIEnvelope):
     chunk_object = "chat.completion.chunk"
     writer = ChatWriter
 
-    def opening(self, num_choices: int) -> bytes:
+    def opening(self, prompt_tokens: Sequence[int]) -> bytes:
         """The role, for every choice."""
         role = '"delta":{"role":"assistant","content":""}'
-        return b"".join([self._chunk(index, role) for index in range(num_choices)])
+        return b"".join([self._chunk(index, role) for index in range(len(prompt_tokens))])
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, ending: Ending) -> bytes:
         """The only chunk of a choice with a finish reason."""
-        return self._chunk(index, '"delta":{}', reason=f'"{reason}"')
+        return self._chunk(index, '"delta":{}', reason=f'"{ending.reason}"')
 
     def members(self, part: Part) -> str:
         """The part under `delta`."""
@@ -211,15 +229,14 @@ class CompletionEnvelope(OpenAIEnvelope):
         super().__init__(*args, **kwargs)
         self.echoes = echoes
 
-    def opening(self, num_choices: int) -> bytes:
+    def opening(self, prompt_tokens: Sequence[int]) -> bytes:
         """The prompts, where they are to be repeated."""
-        if not self.echoes:
-            return b""
-        return b"".join([self._chunk(index, self.members(Text(self.echoes[index]))) for index in range(num_choices)])
+        echoes = self.echoes or [""] * len(prompt_tokens)
+        return b"".join([self._chunk(index, self.members(Text(echo))) for index, echo in enumerate(echoes) if echo])
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, ending: Ending) -> bytes:
         """The only chunk of a choice with a finish reason."""
-        return self._chunk(index, '"text":""', reason=f'"{reason}"')
+        return self._chunk(index, '"text":""', reason=f'"{ending.reason}"')
 
     def members(self, part: Part) -> str:
         """The text as it is; there is nothing but text here."""

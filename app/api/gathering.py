@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from app.api.envelope import Written
+from app.api.envelope import Ending, Written
 from engine.outbox import Timing, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from app.api.logprobs import Entry
     from app.api.parts import Part
     from app.api.planning import Plan
+    from engine.batch import TokenLogprobs
     from engine.engine import Engine
     from engine.handle import Handle
     from engine.outbox import Delta
@@ -69,7 +69,7 @@ class Choices:
         """Whether every choice has come to its end."""
         return len(self._usages) == len(self._readers)
 
-    def take(self, index: int, delta: Delta) -> tuple[list[Part], list[Entry]]:
+    def take(self, index: int, delta: Delta) -> tuple[list[Part], list[TokenLogprobs]]:
         """The parts and the log-probabilities that a piece of a choice holds."""
         reader = self._readers[index]
         parts = reader.push(delta.text)
@@ -77,11 +77,12 @@ class Choices:
             parts = [*parts, *reader.finish()]
             if delta.usage is not None:
                 self._usages[index] = delta.usage
-        return parts, []
+        return parts, list(delta.logprobs)
 
-    def reason(self, index: int, delta: Delta) -> str:
-        """The finish reason to tell of a choice whose last piece this is."""
-        return self._readers[index].reason("" if delta.finish_reason is None else delta.finish_reason.value)
+    def ending(self, index: int, delta: Delta) -> Ending:
+        """How a choice ended whose last piece this is."""
+        reason = "" if delta.finish_reason is None else delta.finish_reason.value
+        return Ending(self._readers[index].reason(reason), delta.stop)
 
     def usage(self) -> Usage:
         """Of the whole answer: a prompt counts once, however many choices it has; of times the longest is told."""
@@ -107,8 +108,8 @@ class Whole:
     def __init__(self, plan: Plan) -> None:
         self.choices = Choices(plan)
         self._parts: list[list[Part]] = [[] for _ in plan.requests]
-        self._entries: list[list[Entry]] = [[] for _ in plan.requests]
-        self._reasons = [""] * len(plan.requests)
+        self._entries: list[list[TokenLogprobs]] = [[] for _ in plan.requests]
+        self._endings = [Ending("")] * len(plan.requests)
 
     def add(self, index: int, delta: Delta) -> None:
         """A piece of a choice."""
@@ -116,11 +117,11 @@ class Whole:
         self._parts[index] += parts
         self._entries[index] += entries
         if delta.finish_reason is not None:
-            self._reasons[index] = self.choices.reason(index, delta)
+            self._endings[index] = self.choices.ending(index, delta)
 
     def written(self) -> list[Written]:
         """All choices, once they have ended."""
-        columns = zip(self._parts, self._entries, self._reasons, strict=True)
+        columns = zip(self._parts, self._entries, self._endings, strict=True)
         return [Written(index, *column) for index, column in enumerate(columns)]
 
 

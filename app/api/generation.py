@@ -113,7 +113,7 @@ async def _stream(generation: Generation) -> AsyncIterator[bytes]:
     """
     envelope = generation.plan.envelope
     choices = Choices(generation.plan)
-    opening = envelope.opening(len(generation.gathering.handles))
+    opening = envelope.opening([handle.num_prompt_tokens for handle in generation.gathering.handles])
     if opening:
         yield opening
     sent = trio.current_time()
@@ -126,11 +126,11 @@ async def _stream(generation: Generation) -> AsyncIterator[bytes]:
                 yield data + envelope.failure(describe(error))
                 return
             if delta.finish_reason is not None:
-                data += envelope.finish(index, choices.reason(index, delta))
+                data += envelope.finish(index, choices.ending(index, delta))
         if not data:
             if trio.current_time() < sent + HEARTBEAT_SECONDS:
                 continue
-            data = sse.HEARTBEAT
+            data = envelope.heartbeat
         yield data
         sent = trio.current_time()
     yield envelope.closing(choices.usage())

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 # JSON has no minus infinity; OpenAI writes this instead.
 LEAST: Final = -9999.0
 
-Entry = tuple[int, "TokenLogprobs"]
-
 
 def spell(data: bytes) -> str:
     """A token's bytes as a string of JSON."""
@@ -40,7 +38,7 @@ class Writer(ABC):
         self._token_bytes = token_bytes
 
     @abstractmethod
-    def write(self, entries: Sequence[Entry]) -> dict[str, Any]:
+    def write(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The `logprobs` of the choice, for these tokens."""
 
     def spell(self, token_id: int) -> str:
@@ -51,11 +49,11 @@ class Writer(ABC):
 class ChatWriter(Writer):
     """As on the chat route, with exact bytes."""
 
-    def write(self, entries: Sequence[Entry]) -> dict[str, Any]:
+    def write(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """`content`, a list of tokens."""
         content = [
-            {**self._one(token_id, chosen.logprob), "top_logprobs": [self._one(*other) for other in chosen.top]}
-            for token_id, chosen in entries
+            {**self._one(entry.token_id, entry.logprob), "top_logprobs": [self._one(*other) for other in entry.top]}
+            for entry in entries
         ]
         return {"content": content, "refusal": None}
 
@@ -78,19 +76,19 @@ class CompletionWriter(Writer):
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_characters = 0
 
-    def write(self, entries: Sequence[Entry]) -> dict[str, Any]:
+    def write(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The lists."""
         tops = []
-        for token_id, chosen in entries:
+        for entry in entries:
             # The chosen token is always among them, so there may be one more than was asked for.
-            top = {self.spell(other): _finite(logprob) for other, logprob in chosen.top}
-            top.setdefault(self.spell(token_id), _finite(chosen.logprob))
+            top = {self.spell(other): _finite(logprob) for other, logprob in entry.top}
+            top.setdefault(self.spell(entry.token_id), _finite(entry.logprob))
             tops.append(top)
         return {
-            "tokens": [self.spell(token_id) for token_id, _ in entries],
-            "token_logprobs": [_finite(chosen.logprob) for _, chosen in entries],
+            "tokens": [self.spell(entry.token_id) for entry in entries],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": tops,
-            "text_offset": [self._advance(token_id) for token_id, _ in entries],
+            "text_offset": [self._advance(entry.token_id) for entry in entries],
         }
 
     def _advance(self, token_id: int) -> int:

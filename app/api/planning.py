@@ -38,11 +38,13 @@ class Plan:
     """A checked body: what the engine is asked, and how the answer is wrapped.
 
     Attributes:
+        answer_id: the answer's own name.
         requests: one for each choice, in the order of their indices; the `n` of a prompt stand together.
         make_reader: makes what tells the parts of a choice's text apart.
     """
 
     body: GenerationBody
+    answer_id: str
     requests: tuple[GenerationRequest, ...]
     envelope: Envelope
     make_reader: Callable[[], Reader] = PlainReader
@@ -70,7 +72,7 @@ def plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
     answer_id = f"chatcmpl-{secrets.token_hex(12)}"
     requests = _make_requests(engine, caller, body, answer_id, [ChatPrompt(messages)], None)
     envelope = ChatEnvelope(answer_id, engine.model.name, int(time.time()), **_wrapping(engine, body, requests))
-    return Plan(body, requests, envelope)
+    return Plan(body, answer_id, requests, envelope)
 
 
 def plan_completion(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
@@ -85,7 +87,7 @@ def plan_completion(engine: Engine, data: dict[str, Any], caller: Caller) -> Pla
     envelope = CompletionEnvelope(
         answer_id, engine.model.name, int(time.time()), **_wrapping(engine, body, requests), echoes=echoes
     )
-    return Plan(body, requests, envelope)
+    return Plan(body, answer_id, requests, envelope)
 
 
 def _make_requests(
@@ -117,6 +119,7 @@ def _make_requests(
             key_name=caller.key_name,
             background=caller.background or body.service_tier == "flex",
             priority=body.priority,
+            skip_special_tokens=body.skip_special_tokens,
         )
         for choice_index in range(body.n):
             # Names tell the seats apart on the dashboard; the first choice has the answer's own.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 
 class Object(BaseModel):
@@ -21,6 +26,29 @@ class Object(BaseModel):
         if isinstance(data, dict):
             return {key: value for key, value in data.items() if value is not None}
         return data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Says of every field that may be absent that it may be `null`."""
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        required = schema.get("required", [])
+        fields = schema.get("properties", {})
+        schema["properties"] = {name: _describe(field, name in required) for name, field in fields.items()}
+        return reference
+
+
+_NULL: Final = {"type": "null"}
+
+
+def _describe(field: dict[str, Any], required: bool) -> dict[str, Any]:
+    """A field's JSON schema without what says nothing, and with `null` unless it is required."""
+    about = {key: field[key] for key in ("description", "default", "x-kind") if field.get(key) is not None}
+    kind = {key: value for key, value in field.items() if key not in ("description", "default", "x-kind", "title")}
+    if required:
+        return {**kind, **about}
+    kinds = kind.get("anyOf", [kind])
+    return {"anyOf": [*(one for one in kinds if one != _NULL), _NULL], **about}
 
 
 class Body(Object):
@@ -44,6 +72,8 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     """Body of `POST /detokenize`; the ids are checked by `planning.py`."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["tokens"]})
 
     tokens: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})] = Field(
         None, description="token ids"

@@ -40,6 +40,10 @@ class TokenizerLike(Protocol):
         """Whether the token steers the model and is no text."""
         ...
 
+    def control_id(self, spelling: str) -> int | None:
+        """The control token that is written like this, if there is one."""
+        ...
+
 
 class ChatTemplateLike(Protocol):
     """What the engine asks of a chat template."""

@@ -98,6 +98,10 @@ class Tokenizer:
         """Whether the token steers the model and is not text."""
         return token_id in self._control_ids
 
+    def control_id(self, spelling: str) -> int | None:
+        """The control token that is written like this, if there is one."""
+        return self._controls[spelling][0] if spelling in self._controls else None
+
     def encode(self, text: str, *, parse_control: bool, add_special: bool = True) -> list[int]:
         """Token ids of a text.
 

@@ -66,6 +66,9 @@ class FakeTokenizer:
     def is_control(self, token_id: int) -> bool:
         return token_id in CONTROL
 
+    def control_id(self, spelling: str) -> int | None:
+        return next((token_id for token_id, known in CONTROL.items() if known == spelling), None)
+
 
 class FakeChatTemplate:
     """Each turn is its role's control token and its content.

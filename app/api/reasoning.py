@@ -151,10 +151,21 @@ def _parse_kwargs(value: object, template: ChatTemplateLike) -> dict[str, Any]:
     return {name: setting for name, setting in value.items() if name in template.variables}
 
 
-def closing_mark(template: ChatTemplateLike, options: Mapping[str, Any]) -> str | None:
-    """The mark that ends the thinking that the prompt itself begins, or `None` where it begins none."""
+def thinking_before(template: ChatTemplateLike, options: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The marks of the thinking that may come before an answer; the first is empty where the prompt itself begins it.
+
+    `None` where none may: the model was not taught to, or this request has switched it off.
+    """
+    taught = [pair for pair in PAIRS.items() if pair[0] in template.source]
+    if not taught:
+        return None
     try:
         prompt = template.render([{"role": "user", "content": "hello"}], **options).rstrip()
     except InvalidRequestError:
         return None  # this template wants another conversation; it will speak about the real one
-    return next((closing for opening, closing in PAIRS.items() if prompt.endswith(opening)), None)
+    for opening, closing in taught:
+        if prompt.endswith(opening):
+            return "", closing
+        if prompt.endswith(closing):
+            return None
+    return taught[0]

@@ -54,12 +54,12 @@ class Tooling:
     Attributes:
         tools: those that may be called; empty where none may.
         mode: whether the model may, must, or must not call one; `named` is one tool that it must call.
-        parallel: whether an answer may hold several calls.
+        parallel: whether an answer may hold several calls; `None` leaves that to the model.
     """
 
     tools: tuple[Tool, ...] = ()
     mode: Mode = "none"
-    parallel: bool = True
+    parallel: bool | None = None
 
     @property
     def is_forced(self) -> bool:
@@ -84,7 +84,7 @@ def parse_tooling(tools: object, choice: object, parallel: object) -> Tooling:
     mode, names = _parse_choice(choice, tuple(known))
     if mode == "none" or not known:
         return Tooling()
-    return Tooling(tuple(known[name] for name in names), mode, parallel is not False)
+    return Tooling(tuple(known[name] for name in names), mode, parallel)
 
 
 def _parse_tools(value: object) -> list[Tool]:

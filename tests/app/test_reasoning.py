@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.api.parts import Message, join_parts
-from app.api.reasoning import PAIRS, ThinkingReader, closing_mark, parse_template_options
+from app.api.reasoning import PAIRS, ThinkingReader, parse_template_options, thinking_before
 from engine.chat_template import ChatTemplate
 from engine.errors import InvalidRequestError
 
@@ -110,9 +110,15 @@ def test_an_effort_needs_a_template_that_knows_it() -> None:
     assert caught.value.param == "reasoning_effort"
 
 
+PAIR = ("<think>", "</think>")
+
+
 def test_whether_the_prompt_begins_to_think() -> None:
     source = "{{ messages[0].content }}\n{% if enable_thinking is not false %}<think>\n{% endif %}"
     template = ChatTemplate(source)
-    assert closing_mark(template, {}) == "</think>"
-    assert closing_mark(template, {"enable_thinking": False}) is None
-    assert closing_mark(ChatTemplate("{{ raise_exception('no') }}"), {}) is None
+    assert thinking_before(template, {}) == ("", "</think>")
+    assert thinking_before(template, {"enable_thinking": False}) == ("<think>", "</think>")
+    assert thinking_before(ChatTemplate("<think>\n\n</think>\n"), {}) is None
+    assert thinking_before(ChatTemplate("{{ messages[0].content.split('<think>')[0] }}"), {}) == PAIR
+    assert thinking_before(ChatTemplate("{{ raise_exception('no <think>') }}"), {}) is None
+    assert thinking_before(ChatTemplate("{{ messages[0].content }}"), {}) is None

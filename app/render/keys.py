@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 # Field of a limit to its title in the form, and to how it is said of a key that has it.
 LIMIT_TITLES: Final = {
-    "max_concurrent": "Requests at once",
-    "requests_per_minute": "Requests a minute",
-    "tokens_per_minute": "Tokens a minute",
+    "max_concurrent": "At once",
+    "requests_per_minute": "Requests/min",
+    "tokens_per_minute": "Tokens/min",
 }
 _LIMIT_WORDS: Final = {
     "max_concurrent": "{} at once",

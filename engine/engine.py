@@ -111,6 +111,7 @@ class Engine:
             loaded.tokenizer,
             loaded.chat_template,
             self.model.context_length,
+            shares_prompts=config.enable_prefix_caching,
             arrivals=arrivals,
             commands=self._commands,
             results=send_result,
@@ -139,8 +140,12 @@ class Engine:
             nursery.start_soon(self._scheduling.run, name="scheduling")
             nursery.start_soon(self._streaming.run, name="streaming")
 
-    def submit(self, request: GenerationRequest) -> Handle:
+    def submit(self, request: GenerationRequest, after: Handle | None = None) -> Handle:
         """Hand in a request. Never waits; whether it can be served is known after `Handle.accepted()`.
+
+        Args:
+            after: another answer to the same prompt, handed in before. This one waits until the prompt was computed
+                for that one (or it ended) and shares its blocks; without the prefix cache it does not wait.
 
         Raises:
             QueueFullError: as many requests, or prompt tokens, wait as may.
@@ -155,7 +160,7 @@ class Engine:
         except QueueFullError:
             self._stats.rejected["queue_full"] += 1
             raise
-        handle = Handle(request, next(self._ids), now)
+        handle = Handle(request, next(self._ids), now, after)
         self._arrivals.send_nowait(handle)
         self._door.add(handle)
         if self._idle.is_set():

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
 
     from engine.errors import RelevoError
+    from engine.sequence import Sequence
 
 ABORT_CAUSES = ("client", "timeout", "slow_client", "shutdown", "admin")
 
@@ -81,14 +82,24 @@ class Handle:
 
     The permit to be inside the engine travels with it: the place is free again when the engine has let go of the
     sequence, not when the caller loses interest.
+
+    Args:
+        after: another answer to the same prompt: this one starts when the prompt was computed for that one.
+
+    Attributes:
+        sequence: what became of it inside, once it was taken in.
     """
 
-    def __init__(self, request: GenerationRequest, sequence_id: int, arrival_time: float) -> None:
+    def __init__(
+        self, request: GenerationRequest, sequence_id: int, arrival_time: float, after: Handle | None = None
+    ) -> None:
         self.request = request
         self.request_id = request.request_id
         self.sequence_id = sequence_id
         self.arrival_time = arrival_time
         self.num_prompt_tokens = 0
+        self.after = after
+        self.sequence: Sequence | None = None
         self.outbox = Outbox()
         self.abort_cause: str | None = None
         self._refusal: RelevoError | None = None
@@ -109,6 +120,15 @@ class Handle:
         if self._refusal is not None:
             raise self._refusal
         return self.num_prompt_tokens
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it was taken in or refused, or its caller has left."""
+        return self._decided.is_set()
+
+    async def decided(self) -> None:
+        """Wait until it is."""
+        await self._decided.wait()
 
     async def take(self) -> Delta:
         """The next piece of the answer; a cancelled wait loses nothing. Nothing comes after a finish reason.
@@ -141,9 +161,10 @@ class Handle:
         if self._on_abort is not None:
             self._on_abort()
 
-    def accept(self, num_prompt_tokens: int, on_abort: Callable[[], None]) -> None:
+    def accept(self, sequence: Sequence, on_abort: Callable[[], None]) -> None:
         """The engine took it in; from now on an abort is told to `on_abort`."""
-        self.num_prompt_tokens = num_prompt_tokens
+        self.sequence = sequence
+        self.num_prompt_tokens = sequence.num_prompt_tokens
         self._on_abort = on_abort
         self._decided.set()
 

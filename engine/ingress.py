@@ -32,6 +32,7 @@ class Ingress:
         tokenizer: of the model.
         chat_template: of the model, if it has one.
         usable_capacity: the longest prompt that fits, in tokens.
+        shares_prompts: whether several answers to one prompt share its blocks.
         check_tokens: raises `QueueFullError` when a handle's prompt of so many tokens cannot wait now.
         on_refused: told about a handle that goes no further.
     """
@@ -42,6 +43,7 @@ class Ingress:
         chat_template: ChatTemplateLike | None,
         usable_capacity: int,
         *,
+        shares_prompts: bool,
         arrivals: trio.MemoryReceiveChannel[Handle],
         commands: trio.MemorySendChannel[Command],
         results: trio.MemorySendChannel[Result],
@@ -51,6 +53,7 @@ class Ingress:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._usable_capacity = usable_capacity
+        self._shares_prompts = shares_prompts
         self._longest_token = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
         self._arrivals = arrivals
         self._commands = commands
@@ -62,7 +65,8 @@ class Ingress:
         """Take in one handle after the other, for ever. A long text is read aside and holds up nobody."""
         async with trio.open_nursery() as nursery:
             async for handle in self._arrivals:
-                if _length(handle.request.prompt) > LONG_TEXT:
+                follows = handle.after is not None and not handle.after.is_decided
+                if follows or _length(handle.request.prompt) > LONG_TEXT:
                     nursery.start_soon(self._take_in, handle)
                 else:
                     await self._take_in(handle)
@@ -79,6 +83,8 @@ class Ingress:
 
     async def _take_in(self, handle: Handle) -> None:
         try:
+            if handle.after is not None:
+                await handle.after.decided()
             if handle.abort_cause is None:
                 token_ids = await self._tokenize(handle)
                 self._check(handle, token_ids)
@@ -94,11 +100,12 @@ class Ingress:
     async def _pass_on(self, handle: Handle, token_ids: tuple[int, ...]) -> None:
         """From here on a request ends in one way only: the scheduler ends it and the streaming actor closes it."""
         await self._results.send(Opened(handle))
-        self._commands.send_nowait(Add(self._sequence(handle, token_ids)))
+        sequence = self._sequence(handle, token_ids)
+        self._commands.send_nowait(Add(sequence))
         end = partial(self._commands.send_nowait, End(handle.sequence_id, FinishReason.ABORT))
         if handle.abort_cause is not None:  # its caller left while it was being passed on
             end()
-        handle.accept(len(token_ids), on_abort=end)
+        handle.accept(sequence, on_abort=end)
 
     def _sequence(self, handle: Handle, token_ids: tuple[int, ...]) -> Sequence:
         request = handle.request
@@ -116,7 +123,15 @@ class Ingress:
             key_name=request.key_name,
             background=request.background,
             priority=request.priority,
+            leader=self._leader(handle),
         )
+
+    def _leader(self, handle: Handle) -> Sequence | None:
+        """Whose blocks it can share."""
+        after = handle.after
+        if not self._shares_prompts or after is None or after.request.cache_root != handle.request.cache_root:
+            return None
+        return after.sequence
 
     def _check(self, handle: Handle, token_ids: tuple[int, ...]) -> None:
         param = handle.request.prompt.param
@@ -124,10 +139,17 @@ class Ingress:
             raise InvalidRequestError("The prompt is empty: give at least one token.", param=param)
         if len(token_ids) > self._usable_capacity:
             raise ContextLengthError(len(token_ids), self._usable_capacity, param=param)
+        last = self._tokenizer.vocab_size - 1
+        for token_id, _ in handle.request.params.logit_bias:
+            if not 0 <= token_id <= last:
+                message = f"Token id {token_id} is not in the vocabulary of 0 to {last}."
+                raise InvalidRequestError(message, param="logit_bias")
         self._check_tokens(handle, len(token_ids), trio.current_time())
 
     async def _tokenize(self, handle: Handle) -> tuple[int, ...]:
-        prompt = handle.request.prompt
+        prompt, after = handle.request.prompt, handle.after
+        if after is not None and after.sequence is not None and after.request.prompt is prompt:
+            return after.sequence.prompt_token_ids
         match prompt:
             case TokensPrompt(token_ids):
                 self._check_ids(token_ids, prompt.param)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.sequence import Sequence
     from engine.stats import ClassStats, Histogram, Stats
 
-WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "draining")
+WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "draining", "shared_prompt")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PHASES = ("door", "queued", "prefill", "decode")
 REJECTION_REASONS = ("context_length_exceeded", "queue_full", "rate_limited", "draining", "invalid")

@@ -298,7 +298,7 @@ class Scheduler:
         newcomers: list[Sequence] = []
         skipped: list[Sequence] = []
         promised = sum([self._promised_blocks(other) for other in self.running])
-        for sequence in work.queue.candidates(self.limits.max_num_seqs):
+        for sequence in work.queue.candidates(self.limits.max_num_seqs, with_followers=self.batching.forms_batches):
             if len(newcomers) >= num_open:
                 work.wait_reason = self.batching.closed_reason
                 break
@@ -358,7 +358,6 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.seat >= 0:
-            # What was set aside for it, and how much of that was written.
             reserved = self.kv_cache.blocks_for(self.admission.reserved_tokens(sequence))
             num_slots = max(len(sequence.block_ids), reserved) * self.kv_cache.block_size
             self.counters.count_slots(num_slots, sequence.num_computed_tokens)

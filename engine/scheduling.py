@@ -112,7 +112,8 @@ class Scheduling:
     def _give_up_on_first(self) -> StepResult:
         """Something waits, nothing runs and nothing could be seated: never wait for ever, fail exactly one request."""
         now = trio.current_time()
-        sequence_id = next(work.queue.first().sequence_id for work in self.scheduler.classes if work.queue)
+        waiting = (sequence for work in self.scheduler.classes for sequence in work.queue.candidates())
+        sequence_id = next(waiting).sequence_id
         self.scheduler.abort(sequence_id, FinishReason.ERROR)
         log.error("sequence %d could not be seated in an empty engine", sequence_id)
         ending = Ending(sequence_id, FinishReason.ERROR, "The request could not be scheduled.")

@@ -109,6 +109,7 @@ class Sequence:
         cache_parent: uid of the last block that was remembered.
         num_cached_tokens: prompt tokens that were in the cache when it first sat down.
         next_full: the number of computed tokens at which a block becomes full.
+        leader: another answer to the same prompt, whose blocks it is to share.
     """
 
     sequence_id: int
@@ -143,6 +144,7 @@ class Sequence:
     background: bool = False
     priority: int = 0
     num_charged_tokens: int = 0
+    leader: Sequence | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -171,6 +173,12 @@ class Sequence:
         ):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.end_length else None
+
+    @property
+    def awaits_leader(self) -> bool:
+        """Whether the prompt is being computed, or is to be, for somebody else."""
+        leader = self.leader
+        return leader is not None and leader.first_token_time is None and not leader.is_finished
 
     @property
     def class_name(self) -> str:

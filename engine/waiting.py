@@ -218,11 +218,13 @@ class WaitingQueue:
         self.num_tokens -= sequence.num_tokens
         self.fairness.left(sequence)
 
-    def candidates(self, num_seats: int = 0) -> Iterator[Sequence]:
+    def candidates(self, num_seats: int = 0, *, with_followers: bool = False) -> Iterator[Sequence]:
         """Those who wait, in the order in which they are to be seated.
 
         Args:
             num_seats: seats that the busy keys share; 0 lets the counters alone decide.
+            with_followers: also those whose prompt is still to be computed for their leader, as where batches are
+                fixed: they would miss theirs. Others keep their place meanwhile.
 
         The queue may change between two of them: each is chosen by the counters and seats of its moment. One that is
         not taken is passed over. A pick costs time in the number of keys, not of sequences.
@@ -235,7 +237,8 @@ class WaitingQueue:
         passed: dict[str, _Entry] = {}
         while entry := self._next(passed, num_seats):
             passed[entry[3].key_name] = entry
-            yield entry[3]
+            if with_followers or not entry[3].awaits_leader:
+                yield entry[3]
 
     def first(self, num_seats: int = 0) -> Sequence:
         """Who is to be seated first, by the order of `candidates`.

@@ -33,6 +33,8 @@ class WorkClass:
 
     def why_waits(self, sequence: Sequence) -> str:
         """What one that waits needs: a reason from the closed set that metrics and pages count by."""
+        if sequence.awaits_leader:
+            return "shared_prompt"
         if sequence.sequence_id in self.too_large_now:
             return "kv_memory"
         return self.wait_reason or "token_budget"
@@ -92,10 +94,12 @@ def find_way(interactive: WorkClass, background: WorkClass, num_seats: int) -> W
     work = interactive if interactive.queue else background
     if not work.queue or not (is_full or work.wait_reason == "kv_memory"):
         return None
+    waiter = next(work.queue.candidates(num_seats), None)
+    if waiter is None:
+        return None
     if work is interactive and (givers := background.givers()):
-        return Way(work.queue.first(num_seats), givers)
+        return Way(waiter, givers)
     if not is_full or len(work.fairness.accounts) < 2:
         return None
-    waiter = work.queue.first(num_seats)
     giver = work.who_yields(waiter, num_seats)
     return None if giver is None else Way(waiter, [giver])

@@ -13,6 +13,7 @@ WAITING = {
     "token_budget": "token budget used up",
     "policy": "next batch",
     "draining": "policy is being changed",
+    "shared_prompt": "prompt is read for another choice",
 }
 FINISHED = {"stop": "came to an end", "length": "longest answer", "abort": "aborted", "error": "failed"}
 REJECTED = {

@@ -10,6 +10,7 @@ import trio
 from werkzeug.exceptions import HTTPException
 
 from app.api.errors import describe
+from app.request_id import HEADER, choose_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -101,6 +102,6 @@ async def _send_error(send: _Sender, error: Exception) -> None:
     if not isinstance(cause, HTTPException):
         log.error("a request failed outside its handler", exc_info=error)
     answer = describe(cause if isinstance(cause, Exception) else error)
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"content-type", b"application/json"), (HEADER.lower().encode(), choose_request_id(None).encode())]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(answer.body).encode(), "more_body": False})

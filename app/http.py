@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -22,6 +20,7 @@ from app.api import api_blueprint
 from app.api.errors import ApiError, describe
 from app.assets import templates_dir
 from app.cors import Cors
+from app.docs import docs_blueprint
 from app.guard import HANDLES, PERMITS, Guard, linger
 from app.limits import RateLimitError
 from app.login import login_blueprint
@@ -29,6 +28,7 @@ from app.metrics import metrics_blueprint
 from app.pages import pages_blueprint
 from app.probes import probes_blueprint
 from app.render.templates import make_environment
+from app.request_id import HEADER, choose_request_id
 from app.security import Area, Gate, area_of, is_cross_site, refuse_cross_site
 from engine.errors import RelevoError
 
@@ -64,7 +64,6 @@ SECURITY_HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,7 @@ def create_app(context: Context) -> QuartTrio:
         probes_blueprint(context),
         metrics_blueprint(context),
         pages_blueprint(context),
+        docs_blueprint(context),
         login_blueprint(gate, pages),
     ):
         app.register_blueprint(blueprint)
@@ -127,7 +127,7 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
 
     @app.before_request
     async def check() -> Response | WerkzeugResponse | None:
-        g.request_id = _request_id(request.headers.get("X-Request-Id"))
+        g.request_id = choose_request_id(request.headers.get(HEADER))
         rule = request.url_rule
         if rule is None:
             return None  # no route: 404 or 405, which tell nothing
@@ -150,7 +150,7 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
 
     @app.after_request
     async def finish(response: Response) -> Response:
-        response.headers["X-Request-Id"] = g.get("request_id") or _request_id(None)
+        response.headers[HEADER] = g.get("request_id") or choose_request_id(None)
         for name, value in SECURITY_HEADERS.items():
             response.headers.setdefault(name, value)
         cors.add_headers(request, response.headers)
@@ -182,7 +182,7 @@ def _install_errors(app: QuartTrio, pages: Environment) -> None:
     async def answer(error: Exception) -> Response:
         known = describe(error)
         if known.status == 500 and not isinstance(error, (RelevoError, HTTPException)):
-            log.error("%s %s failed", request.method, request.path, exc_info=error)
+            log.error("%s %s failed, request %s", request.method, request.path, g.get("request_id"), exc_info=error)
         if known.status == 413:
             await linger(request.scope)
         if not _wants_page():
@@ -201,8 +201,3 @@ def _wants_page() -> bool:
     if request.method not in ("GET", "HEAD") or request.path.startswith("/v1"):
         return False
     return "text/html" in request.headers.get("Accept", "")
-
-
-def _request_id(given: str | None) -> str:
-    """The client's own request id where it can go into a header and a log as it is; else a fresh one."""
-    return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

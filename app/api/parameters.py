@@ -102,15 +102,18 @@ def _size(schema: Mapping[str, Any], noun: str, unit: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """What becomes of a parameter on each route: `TAKEN`, `REFUSED` or `IGNORED`, and how."""
+    """What becomes of a parameter on each route: `TAKEN`, `REFUSED` or `IGNORED`.
+
+    Attributes:
+        how: what it is and does, where it is taken.
+        at_rest: which values pass where it is refused, as they ask for nothing.
+    """
 
     name: str
     chat: str
     completions: str
     how: str
-
-    def __str__(self) -> str:
-        return f"| `{self.name}` | {self.chat} | {self.completions} | {self.how} |"
+    at_rest: str
 
 
 def compatibility() -> list[Compatibility]:
@@ -121,8 +124,7 @@ def compatibility() -> list[Compatibility]:
     for name in known:
         ways = (_way(name, chat, unsupported.CHAT), _way(name, completions, unsupported.COMPLETION))
         how = _how(chat.get(name), completions.get(name)) if TAKEN in ways else ""
-        at_rest = _at_rest(name) if REFUSED in ways else ""
-        rows.append(Compatibility(name, *ways, ". ".join(filter(None, (how, at_rest))).replace("|", "\\|")))
+        rows.append(Compatibility(name, *ways, how, _at_rest(name) if REFUSED in ways else ""))
     return rows
 
 
@@ -140,7 +142,7 @@ def _at_rest(name: str) -> str:
     values = dict.fromkeys(
         json.dumps(value) for table in (unsupported.CHAT, unsupported.COMPLETION) for value in table.get(name, ())
     )
-    return f"accepted as {' or '.join(f'`{value}`' for value in values)}" if values else ""
+    return f"{' or '.join(values)} passes" if values else ""
 
 
 def _taken(body: type[Body]) -> dict[str, Parameter]:

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_v
 from pydantic_core import PydanticCustomError
 
 from app.api.schemas import Body, Object, fault
+from app.api.tools import MAX_TOOLS
 from engine.sequence import SamplingParams
 
 MAX_STOP_STRINGS: Final = 16
@@ -82,10 +83,29 @@ _PART: Final = {
 _MESSAGE: Final = {
     "type": "object",
     "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
+        "reasoning_content": {"type": "string"},
+        "tool_calls": {"type": "array", "items": {"type": "object"}},
+        "tool_call_id": {"type": "string"},
     },
     "required": ["role", "content"],
+}
+_TOOL: Final = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
 }
 
 Stops = Annotated[
@@ -124,6 +144,15 @@ Prompt = Annotated[
         ],
     ),
 ]
+Tools = Annotated[Any, _read_as(f"at most {MAX_TOOLS} functions", type="array", items=_TOOL, maxItems=MAX_TOOLS)]
+ToolChoice = Annotated[
+    Any,
+    _read_as(
+        "none, auto, required, or one function",
+        anyOf=[{"enum": ["none", "auto", "required"]}, {"type": "object", "required": ["type"]}],
+    ),
+]
+TemplateOptions = Annotated[Any, _read_as("object", type="object")]
 Messages = Annotated[Any, _read_as("list of messages", type="array", items=_MESSAGE, minItems=1)]
 
 
@@ -245,6 +274,17 @@ class ChatBody(GenerationBody):
     messages: Messages = Field(None, description="contents are text, whole or in parts")
     logprobs: bool = Field(False, description="the log-probability of each token of the answer")
     top_logprobs: int = Field(0, ge=0, le=20, description="and of so many likeliest tokens beside it")
+    tools: Tools = Field(None, description="told to the model by its template, or in plain words")
+    tool_choice: ToolChoice = Field(None, description="required and a named function bind the answer by a grammar")
+    parallel_tool_calls: bool | None = Field(
+        None, description="false takes one call at most; with required, true asks for a list of calls"
+    )
+    chat_template_kwargs: TemplateOptions = Field(
+        None, description="enable_thinking, thinking, preserve_thinking, thinking_budget, where the template knows them"
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="where the template knows it, or can switch its thinking; else only none"
+    )
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

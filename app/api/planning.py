@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from app.api import unsupported
 from app.api.bodies import DEFAULT_COMPLETION_TOKENS, MAX_PROMPTS, ChatBody, CompletionBody
+from app.api.conversation import read_conversation
 from app.api.envelope import ChatEnvelope, CompletionEnvelope, Envelope
 from app.api.errors import ApiError, ModelNameError
-from app.api.messages import parse_messages
 from app.api.parts import PlainReader, Reader
 from app.api.schemas import parse_body
 from app.callers import NOBODY
@@ -67,12 +67,15 @@ def plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
     body = parse_body(ChatBody, data)
     check_model(engine, body)
     unsupported.refuse_unsupported(data, unsupported.CHAT)
-    messages = parse_messages(body.messages, engine.model.context_length)
-    require_chat_template(engine)
+    conversation = read_conversation(engine, require_chat_template(engine), body)
     answer_id = f"chatcmpl-{secrets.token_hex(12)}"
-    requests = _make_requests(engine, caller, body, answer_id, [ChatPrompt(messages)], None)
+    shown = conversation.shown_token_ids
+    requests = tuple(
+        replace(request, shown_token_ids=shown)
+        for request in _make_requests(engine, caller, body, answer_id, [conversation.prompt], None)
+    )
     envelope = ChatEnvelope(answer_id, engine.model.name, int(time.time()), **_wrapping(engine, body, requests))
-    return Plan(body, answer_id, requests, envelope)
+    return Plan(body, answer_id, requests, envelope, conversation.make_reader)
 
 
 def plan_completion(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:

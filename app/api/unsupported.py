@@ -39,7 +39,6 @@ CHAT: Final[dict[str, tuple[Any, ...]]] = _SHARED | {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
@@ -47,9 +46,6 @@ CHAT: Final[dict[str, tuple[Any, ...]]] = _SHARED | {
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

@@ -1,0 +1,246 @@
+"""`POST /v1/responses` without state: OpenAI's newer form of a request, translated to a chat and back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+
+from pydantic import Field, WithJsonSchema
+
+from app.api import unsupported
+from app.api.bodies import MAX_TOKENS_CEILING
+from app.api.planning import plan_chat
+from app.api.responses_answer import ResponseEnvelope
+from app.api.schemas import Body, parse_body
+from engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from app.api.planning import Plan
+    from app.callers import Caller
+    from engine.engine import Engine
+
+RESPONSES_URL: Final = "/v1/responses"
+MAX_ITEMS: Final = 65_536
+_ARRAY: Final = WithJsonSchema({"type": "array", "items": {"type": "object"}})
+_OBJECT: Final = WithJsonSchema({"type": "object"})
+_ITEMS: Final = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
+_CHOICE: Final = WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})
+# The kinds of text in a message's content.
+_TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class ResponsesBody(Body):
+    """Body of `POST /v1/responses`."""
+
+    input: Annotated[Any, _ITEMS] = Field(None, description="a text, or items: messages, calls of functions, results")
+    instructions: str | None = Field(None, description="what the system says, before everything else")
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_CEILING, description="longest answer")
+    temperature: float = Field(1.0, ge=0, le=2, description="0 always takes the likeliest token")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens that make up this share")
+    tools: Annotated[Any, _ARRAY] = Field(None, description="functions; the server has no tools of its own")
+    tool_choice: Annotated[Any, _CHOICE] = Field(None, description="none, auto, required, or a function")
+    parallel_tool_calls: bool | None = Field(None, description="whether an answer may hold several calls")
+    text: Annotated[dict[str, Any] | None, _OBJECT] = Field(
+        None, description="its format: text, json_object or json_schema"
+    )
+    reasoning: Annotated[dict[str, Any] | None, _OBJECT] = Field(
+        None, description="its effort, for models that know it; summary may be auto, and there is none"
+    )
+    stream: bool = Field(False, description="server-sent events as the answer is written")
+    metadata: dict[str, Any] | None = Field(None, description="comes back in the answer")
+    user: str | None = Field(None, description="accepted; nothing is done with it")
+    # What asks for nothing, of fields that are not supported. At OpenAI `store` is true unless it is said; not here.
+    at_rest: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "context_management": (),
+        "conversation": (),
+        "include": ([],),
+        "max_tool_calls": (),
+        "moderation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+
+def plan_response(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
+    """Check a body of `/v1/responses`; see `planning.plan`.
+
+    Raises:
+        RelevoError: it cannot be served as it stands.
+    """
+    body = parse_body(ResponsesBody, data)
+    unsupported.refuse_unsupported(data, ResponsesBody.at_rest)
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    tools = _tools(body.tools)
+    chat: dict[str, Any] = {
+        "model": body.model,
+        "messages": [*system, *_messages(body.input)],
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "tools": tools,
+        "tool_choice": _choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _format(body.text),
+        "reasoning_effort": _effort(body.reasoning),
+        "stream": body.stream,
+    }
+    plan = plan_chat(engine, chat, caller)
+    tokenizer = engine.tokenizer
+    envelope = ResponseEnvelope(
+        plan.answer_id.removeprefix("chatcmpl-"),
+        _echo(body, engine.model.name),
+        count_tokens=lambda text: len(tokenizer.encode(text, parse_control=False, add_special=False)),
+    )
+    return replace(plan, envelope=envelope)
+
+
+def _echo(body: ResponsesBody, model: str) -> dict[str, Any]:
+    """What an answer repeats of its request."""
+    return {
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "store": False,
+        "temperature": body.temperature,
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or []],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    """Items as a chat's messages. What the assistant thought, said and called in a row is one message there."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequestError("'input' must be a string or a list of items.", param="input")
+    if len(value) > MAX_ITEMS:
+        raise InvalidRequestError(f"'input' has {len(value)} items; at most {MAX_ITEMS} are taken.", param="input")
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(value):
+        message = _item(item, f"input[{index}]")
+        last = messages[-1] if messages else None
+        if last is not None and message["role"] == last["role"] == "assistant" and _joins(last, message):
+            messages[-1] = _join(last, message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def _joins(last: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Whether both belong to one turn: thinking, then text, then calls."""
+    says_more = bool(message["content"]) or "reasoning_content" in message
+    return not ("tool_calls" in last and says_more) and not (last["content"] and says_more)
+
+
+def _join(last: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    joined = {**last, **message, "content": last["content"] + message["content"]}
+    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+    return joined | ({"tool_calls": calls} if calls else {})
+
+
+def _item(item: object, where: str) -> dict[str, Any]:
+    match item:
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+            return {"role": "tool", "tool_call_id": call_id, "content": _text(output, f"{where}.output")}
+        case dict() if item.get("type") == "reasoning":
+            thought = item.get("content") or item.get("summary") or ""
+            return {"role": "assistant", "content": "", "reasoning_content": _text(thought, f"{where}.content")}
+        case dict() if item.get("type", "message") == "message" and isinstance(role := item.get("role"), str):
+            if role not in ("user", "assistant", "system", "developer"):
+                message = f"'{where}.role' must be one of user, assistant, system, developer."
+                raise InvalidRequestError(message, param=f"{where}.role")
+            return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+    kind = item.get("type") if isinstance(item, dict) else None
+    shown = kind[:64] if isinstance(kind, str) else None
+    message = (
+        f"'{where}' is an item of type {shown!r} or misses something; "
+        "message, reasoning, function_call and function_call_output are supported here."
+    )
+    raise InvalidRequestError(message, param=where, code="unsupported_content")
+
+
+def _text(value: object, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"'{where}' must be a string or a list of texts.", param=where)
+    texts = []
+    for index, part in enumerate(value):
+        match part:
+            case {"type": str(kind), "text": str(text)} if kind in _TEXTS:
+                texts.append(text)
+            case _:
+                param = f"{where}[{index}]"
+                message = f"'{param}' is no text; only texts are supported here."
+                raise InvalidRequestError(message, param=param, code="unsupported_content")
+    return "\n".join(texts)
+
+
+def _tools(value: object) -> object:
+    """OpenAI's newer definitions as the older ones; what is wrong inside is found by the chat's own check."""
+    if not isinstance(value, list):
+        return value
+    return [_tool(entry) if isinstance(entry, dict) and entry.get("type") == "function" else entry for entry in value]
+
+
+def _tool(entry: dict[str, Any]) -> dict[str, Any]:
+    function = {name: entry.get(name) for name in ("name", "description", "parameters")}
+    return {"type": "function", "function": function}
+
+
+def _choice(value: object) -> object:
+    match value:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            return {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": [_choice(tool) for tool in tools]},
+            }
+    return value
+
+
+def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    """OpenAI's older `response_format`."""
+    text = text or {}
+    if text.get("verbosity") not in (None, "medium"):
+        message = "'text.verbosity' is not supported here. Leave it out."
+        raise InvalidRequestError(message, param="text.verbosity", code="unsupported_parameter")
+    match text.get("format"):
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "json_object"}
+        case {"type": "json_schema", "schema": dict(schema)} as spec:
+            named = {name: spec[name] for name in ("name", "description", "strict") if spec.get(name) is not None}
+            return {"type": "json_schema", "json_schema": {**named, "schema": schema}}
+    message = "'text.format' must be of type text, json_object, or json_schema with a schema."
+    raise InvalidRequestError(message, param="text.format")
+
+
+def _effort(reasoning: dict[str, Any] | None) -> Any:
+    reasoning = reasoning or {}
+    for name in ("summary", "generate_summary"):
+        if reasoning.get(name) not in (None, "auto"):
+            message = f"'reasoning.{name}' is not supported here; the thinking itself is in the answer."
+            raise InvalidRequestError(message, param=f"reasoning.{name}", code="unsupported_parameter")
+    return reasoning.get("effort")

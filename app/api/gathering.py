@@ -135,8 +135,9 @@ def submit_choices(engine: Engine, plan: Plan, opened: Callable[[Handle], object
         UnavailableError: the queue is full, or the server is draining.
     """
     handles: list[Handle] = []
-    for request in plan.requests:
-        handle = engine.submit(request)
+    for index, request in enumerate(plan.requests):
+        first = index - index % plan.body.n
+        handle = engine.submit(request, after=handles[first] if first < index else None)
         opened(handle)
         handles.append(handle)
     return handles

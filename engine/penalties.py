@@ -50,7 +50,8 @@ class Penalties:
     def take(self, token_id: int) -> None:
         """Another token of the answer."""
         if self._counts_output or self._repetition != 1.0:
-            self._counts[self._place(token_id)] += 1
+            place = self._place(token_id)  # first, for it may replace the columns
+            self._counts[place] += 1
 
     def adjust(self, logits: NDArray[np.float32]) -> None:
         """Change one row of logits, [V] float32."""

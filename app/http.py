@@ -17,6 +17,8 @@ from werkzeug.exceptions import HTTPException
 from app.admin import admin_blueprint
 from app.admin_keys import keys_blueprint
 from app.api import api_blueprint
+from app.api.anthropic import MESSAGES_URL
+from app.api.anthropic_answer import error_response
 from app.api.errors import ApiError, describe
 from app.assets import templates_dir
 from app.cors import Cors
@@ -186,7 +188,8 @@ def _install_errors(app: QuartTrio, pages: Environment) -> None:
         if known.status == 413:
             await linger(request.scope)
         if not _wants_page():
-            return known.response()
+            # Clients of Anthropic's API expect its errors, from whatever depth they come.
+            return error_response(known) if request.path.startswith(MESSAGES_URL) else known.response()
         page = pages.get_template("error.html").render(
             status=known.status, title=HTTPStatus(known.status).phrase, message=known.message
         )

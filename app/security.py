@@ -99,6 +99,9 @@ class Gate:
         found = None
         if scheme.lower() == "bearer":
             found = self._find(_header_bytes(given.strip()), area)
+        elif not scheme and area is Area.API and "X-Api-Key" in request.headers:
+            # How clients of Anthropic's API send it.
+            found = self._find(_header_bytes(request.headers["X-Api-Key"].strip()), area)
         elif not scheme and may_use_cookie:
             cookie = request.cookies.get(KEY_COOKIE if area is Area.API else ADMIN_COOKIE, "")
             found = self._find(_header_bytes(cookie), area, is_cookie=True)

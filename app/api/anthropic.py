@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from pydantic import Field, WithJsonSchema
 
 from app.api.anthropic_answer import MessageEnvelope
-from app.api.bodies import MAX_TOKENS_CEILING, Stops
-from app.api.planning import plan_chat
+from app.api.bodies import MAX_TOKENS_CEILING, ChatBody, Stops
+from app.api.conversation import read_conversation
+from app.api.planning import check_model, plan_chat, require_chat_template
+from app.api.requests import read_json
 from app.api.schemas import Body, parse_body
+from app.api.tokenize import run_aside
 from engine.errors import InvalidRequestError
+from engine.text_guard import strings_in
 
 if TYPE_CHECKING:
     from app.api.planning import Plan
     from app.callers import Caller
+    from app.http import Context
     from engine.engine import Engine
 
 MESSAGES_URL: Final = "/v1/messages"
@@ -77,6 +83,21 @@ def plan_messages(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
     }
     plan = plan_chat(engine, chat, caller)
     return replace(plan, envelope=MessageEnvelope(plan.answer_id.replace("chatcmpl-", "msg_"), engine.model.name))
+
+
+async def count_tokens(context: Context) -> dict[str, Any]:
+    """`POST /v1/messages/count_tokens`: how long the prompt of such a request is, in tokens."""
+    engine = context.engine
+    body = parse_body(ConversationBody, await read_json())
+    chat = parse_body(ChatBody, conversation_to_chat(engine, body))
+    check_model(engine, chat)
+    template = require_chat_template(engine)
+    prompt = read_conversation(engine, template, chat).prompt
+    num_characters = sum(len(message["content"]) for message in prompt.messages)
+    engine.check_text(num_characters, "messages")
+    encode = partial(template.encode, list(prompt.messages), engine.tokenizer, **prompt.options)
+    length = sum(map(len, strings_in([prompt.messages, prompt.options])))
+    return {"input_tokens": len(await run_aside(encode, length))}
 
 
 def conversation_to_chat(engine: Engine, body: ConversationBody) -> dict[str, Any]:

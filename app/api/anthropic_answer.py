@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from quart import Response
+
 from app.api.envelope import Envelope
 from app.api.parts import CallArguments, CallBegun, Text, Thinking, join_parts
 
@@ -27,7 +29,6 @@ _TYPES: Final = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_STATUS: Final = {503: 529}
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -37,15 +38,18 @@ def named_event(value: dict[str, Any]) -> bytes:
     return f"event: {value['type']}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
 
 
+def error_response(error: ErrorAnswer) -> Response:
+    """An error as a response. What is 503 elsewhere is 529 here, as clients expect."""
+    status = 529 if error.status == 503 else error.status
+    answer = Response(json.dumps(error_body(error)), status, content_type="application/json")
+    answer.headers.update(error.headers)
+    return answer
+
+
 def error_body(error: ErrorAnswer) -> dict[str, Any]:
     """An error's JSON."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
-
-
-def error_status(error: ErrorAnswer) -> int:
-    """The status that clients expect; what is 503 elsewhere is 529 here."""
-    return _STATUS.get(error.status, error.status)
 
 
 class MessageEnvelope(Envelope):

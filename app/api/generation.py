@@ -13,7 +13,6 @@ from quart import Response, g, request
 from app.api import sse
 from app.api.errors import ApiError, describe
 from app.api.gathering import Choices, Gathering, Whole, submit_choices
-from app.api.planning import plan
 from app.api.requests import read_json
 from app.guard import HANDLES
 from engine.errors import DrainingError, EngineError
@@ -22,7 +21,7 @@ from engine.sequence import FinishReason
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from app.api.planning import Plan
+    from app.api.planning import Plan, Planner
     from app.http import Context
     from engine.outbox import Delta
 
@@ -51,9 +50,9 @@ class Generation:
         return await self.gathering.take(until)
 
 
-async def generate(context: Context, url: str) -> Response:
-    """Answer a request to the route `url`, streamed or whole."""
-    planned = plan(context.engine, url, await read_json(), caller=context.callers.of(g.who))
+async def generate(context: Context, planner: Planner) -> Response:
+    """Answer a request, streamed or whole; `planner` checks its body."""
+    planned = planner(context.engine, await read_json(), context.callers.of(g.who))
     return await respond(submit(context, planned))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ from engine.errors import ContextLengthError, InvalidRequestError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from app.api.bodies import GenerationBody
     from app.api.schemas import Body
@@ -48,6 +49,9 @@ class Plan:
     requests: tuple[GenerationRequest, ...]
     envelope: Envelope
     make_reader: Callable[[], Reader] = PlainReader
+
+
+Planner = Callable[["Engine", dict[str, Any], "Caller"], Plan]
 
 
 def plan(engine: Engine, url: str, data: dict[str, Any], *, caller: Caller = NOBODY) -> Plan:

@@ -37,16 +37,16 @@ async def tokenize(context: Context) -> dict[str, Any]:
         encode = partial(template.encode, messages, engine.tokenizer, add_generation_prompt=body.add_generation_prompt)
         length = sum(len(message["content"]) for message in messages)
         engine.check_text(length, "messages")
-        tokens = await _run(encode, length + TURN_SIZE * len(messages))
+        tokens = await run_aside(encode, length + TURN_SIZE * len(messages))
     elif body.prompt is not None:
         engine.check_text(len(body.prompt), "prompt")
         encode = partial(engine.tokenizer.encode, body.prompt, parse_control=True, add_special=body.add_special_tokens)
-        tokens = await _run(encode, len(body.prompt))
+        tokens = await run_aside(encode, len(body.prompt))
     else:
         raise InvalidRequestError("Send a 'prompt' or 'messages'.", param="prompt")
     texts = None
     if body.return_token_strs:
-        texts = await _run(lambda: [engine.tokenizer.decode([token]) for token in tokens], 8 * len(tokens))
+        texts = await run_aside(lambda: [engine.tokenizer.decode([token]) for token in tokens], 8 * len(tokens))
     return {
         "count": len(tokens),
         "max_model_len": engine.model.context_length,
@@ -62,8 +62,9 @@ async def detokenize(context: Context) -> dict[str, Any]:
     engine = context.engine
     check_model(engine, body)
     tokens = parse_token_ids(body.tokens, engine.model.context_length, "tokens")
-    return {"prompt": await _run(partial(engine.tokenizer.decode, tokens), len(tokens))}
+    return {"prompt": await run_aside(partial(engine.tokenizer.decode, tokens), len(tokens))}
 
 
-async def _run(work: Callable[[], T], size: int) -> T:
+async def run_aside(work: Callable[[], T], size: int) -> T:
+    """Do some work, on another thread where its `size` in characters or ids says that it is long."""
     return work() if size <= INLINE_SIZE else await trio.to_thread.run_sync(work)

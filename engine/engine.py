@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig, Limits
     from engine.errors import RelevoError
+    from engine.grammar.compiler import GrammarCompiler
     from engine.handle import GenerationRequest
     from engine.loaded import ChatTemplateLike, LoadedModel, TokenizerLike
     from engine.report import MetricsView
@@ -65,7 +66,7 @@ class Health:
 class Engine:
     """A running engine; made by `open_engine`."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, stepper: Stepper) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, grammars: GrammarCompiler, stepper: Stepper) -> None:
         self.config = config
         self.tokenizer: TokenizerLike = loaded.tokenizer
         self.chat_template: ChatTemplateLike | None = loaded.chat_template
@@ -94,10 +95,10 @@ class Engine:
         self._idle = trio.Event()
         self._idle.set()
         self._ids = count(1)
-        self._connect(loaded, stepper)
+        self._connect(loaded, grammars, stepper)
         self._report = Report(self._scheduler, self._scheduling, self._stats, config, started=trio.current_time())
 
-    def _connect(self, loaded: LoadedModel, stepper: Stepper) -> None:
+    def _connect(self, loaded: LoadedModel, grammars: GrammarCompiler, stepper: Stepper) -> None:
         """Make the channels and the actors. No channel that is sent to without waiting can ever be full.
 
         An open request has sent at most one Add and two Ends, and stays open until the scheduler has seen them.
@@ -111,6 +112,7 @@ class Engine:
             loaded.tokenizer,
             loaded.chat_template,
             self.model.context_length,
+            grammars=grammars,
             shares_prompts=config.enable_prefix_caching,
             arrivals=arrivals,
             commands=self._commands,
@@ -274,6 +276,13 @@ def _load_model(config: EngineConfig) -> LoadedModel:
     return load_model(config)
 
 
+def _make_compiler(loaded: LoadedModel) -> GrammarCompiler:
+    """Made before anybody is served, for it takes a moment of Python's whole attention."""
+    from engine.grammar.compiler import GrammarCompiler
+
+    return GrammarCompiler(loaded.tokenizer)
+
+
 @asynccontextmanager
 async def open_engine(
     config: EngineConfig,
@@ -293,7 +302,8 @@ async def open_engine(
         ConfigError: a setting does not go with the model or the machine.
     """
     async with stepper() as opened:
-        engine = Engine(config, await opened.run(partial(load, config)), opened)
+        loaded = await opened.run(partial(load, config))
+        engine = Engine(config, loaded, await opened.run(partial(_make_compiler, loaded)), opened)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(engine.run)
             yield engine

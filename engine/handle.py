@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
 
     from engine.errors import RelevoError
+    from engine.grammar.spec import GrammarSpec
     from engine.sequence import Sequence
 
 ABORT_CAUSES = ("client", "timeout", "slow_client", "shutdown", "admin")
@@ -56,6 +57,7 @@ class GenerationRequest:
         request_id: the name shown on pages and in logs; need not be unique.
         stop: strings that end the answer; nothing of them is ever shown.
         ignore_eos: the model's own end tokens do not end the answer.
+        grammar: what the answer must look like; `None` is anything.
         skip_special_tokens: control tokens are not shown; otherwise as the vocabulary spells them.
         shown_token_ids: control tokens that are shown in any case.
         cache_root: only requests of the same root share cached blocks.
@@ -75,6 +77,7 @@ class GenerationRequest:
     priority: int = 0
     skip_special_tokens: bool = True
     shown_token_ids: frozenset[int] = frozenset()
+    grammar: GrammarSpec | None = None
 
 
 class Handle:

@@ -1,4 +1,4 @@
-"""The actor at the door: tokenizes, refuses what can never fit, and passes the rest on."""
+"""The actor at the door: tokenizes, compiles grammars, refuses what can never fit, and passes the rest on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from engine.text_guard import strings_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.constraint import Constraint
+    from engine.grammar.compiler import GrammarCompiler
     from engine.handle import Handle
     from engine.loaded import ChatTemplateLike, TokenizerLike
     from engine.messages import Command, Result
@@ -32,6 +34,7 @@ class Ingress:
         tokenizer: of the model.
         chat_template: of the model, if it has one.
         usable_capacity: the longest prompt that fits, in tokens.
+        grammars: compiles what answers must look like.
         shares_prompts: whether several answers to one prompt share its blocks.
         check_tokens: raises `QueueFullError` when a handle's prompt of so many tokens cannot wait now.
         on_refused: told about a handle that goes no further.
@@ -43,6 +46,7 @@ class Ingress:
         chat_template: ChatTemplateLike | None,
         usable_capacity: int,
         *,
+        grammars: GrammarCompiler,
         shares_prompts: bool,
         arrivals: trio.MemoryReceiveChannel[Handle],
         commands: trio.MemorySendChannel[Command],
@@ -53,6 +57,7 @@ class Ingress:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._usable_capacity = usable_capacity
+        self._grammars = grammars
         self._shares_prompts = shares_prompts
         self._longest_token = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
         self._arrivals = arrivals
@@ -62,11 +67,13 @@ class Ingress:
         self._on_refused = on_refused
 
     async def run(self) -> None:
-        """Take in one handle after the other, for ever. A long text is read aside and holds up nobody."""
+        """Take in one handle after the other, for ever. What takes long (a long text, a new grammar) is done aside."""
         async with trio.open_nursery() as nursery:
             async for handle in self._arrivals:
+                request = handle.request
                 follows = handle.after is not None and not handle.after.is_decided
-                if follows or _length(handle.request.prompt) > LONG_TEXT:
+                compiles = request.grammar is not None and not self._grammars.knows(request.grammar)
+                if follows or compiles or _length(request.prompt) > LONG_TEXT:
                     nursery.start_soon(self._take_in, handle)
                 else:
                     await self._take_in(handle)
@@ -88,28 +95,31 @@ class Ingress:
             if handle.abort_cause is None:
                 token_ids = await self._tokenize(handle)
                 self._check(handle, token_ids)
+                constraint = await self._constraint(handle)
         except (RequestError, QueueFullError) as error:
             handle.refuse(error)
             self._on_refused(handle, error)
             return
         if handle.abort_cause is None:
-            await self._pass_on(handle, token_ids)
+            await self._pass_on(handle, token_ids, constraint)
         else:
             self._on_refused(handle, None)
 
-    async def _pass_on(self, handle: Handle, token_ids: tuple[int, ...]) -> None:
+    async def _pass_on(self, handle: Handle, token_ids: tuple[int, ...], constraint: Constraint | None) -> None:
         """From here on a request ends in one way only: the scheduler ends it and the streaming actor closes it."""
         await self._results.send(Opened(handle))
-        sequence = self._sequence(handle, token_ids)
+        sequence = self._sequence(handle, token_ids, constraint)
         self._commands.send_nowait(Add(sequence))
         end = partial(self._commands.send_nowait, End(handle.sequence_id, FinishReason.ABORT))
         if handle.abort_cause is not None:  # its caller left while it was being passed on
             end()
         handle.accept(sequence, on_abort=end)
 
-    def _sequence(self, handle: Handle, token_ids: tuple[int, ...]) -> Sequence:
+    def _sequence(self, handle: Handle, token_ids: tuple[int, ...], constraint: Constraint | None) -> Sequence:
         request = handle.request
         params = request.params
+        if constraint is not None:
+            params = dataclasses.replace(params, constraint=constraint)
         if not request.ignore_eos:
             stop_token_ids = params.stop_token_ids | self._tokenizer.stop_token_ids
             params = dataclasses.replace(params, stop_token_ids=stop_token_ids)
@@ -125,6 +135,16 @@ class Ingress:
             priority=request.priority,
             leader=self._leader(handle),
         )
+
+    async def _constraint(self, handle: Handle) -> Constraint | None:
+        """What the request's grammar was compiled to."""
+        spec, request = handle.request.grammar, handle.request
+        if spec is None:
+            return None
+        if request.ignore_eos:
+            message = "'ignore_eos' does not go with an answer of a given form: the form says where the answer ends."
+            raise InvalidRequestError(message, param="ignore_eos")
+        return await self._grammars.compile(spec)
 
     def _leader(self, handle: Handle) -> Sequence | None:
         """Whose blocks it can share."""

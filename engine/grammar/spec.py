@@ -23,6 +23,13 @@ MAX_CHOICES_LENGTH: Final = 32_768
 LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LAYOUT_KEY: Final = "x-guidance"
 
+# Of strings; llguidance knows these.
+FORMATS: Final = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)  # fmt: skip
+# What stands under these is data and no schema.
+DATA_KEYWORDS: Final = frozenset(("const", "enum", "default", "examples"))
+
 # A schema of this length at most, without any of these in it, has nothing that multiplies while it is compiled.
 PLAIN_LENGTH: Final = 4096
 MULTIPLIES: Final = ('Of"', '$ref"', '$dynamicRef"', 'attern"', 'atternProperties"', "\\u")
@@ -30,10 +37,10 @@ MULTIPLIES: Final = ('Of"', '$ref"', '$dynamicRef"', 'attern"', 'atternPropertie
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Text that may come before the part that is bound by a grammar: anything, up to a closing mark.
+    """Text before the part that is bound by a grammar: anything, up to a closing mark.
 
     Attributes:
-        opening: the mark it may begin with, where the prompt has not written it already.
+        opening: the mark it begins with, if there is any thinking; empty where the prompt has begun it already.
         closing: the mark it ends with.
     """
 
@@ -83,7 +90,7 @@ def schema_text(schema: object, param: str) -> str:
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"'{param}' must be a JSON schema, which is an object.", param=param)
     _check_depth(schema, param)
-    ours = {key: value for key, value in schema.items() if key != LAYOUT_KEY} | {LAYOUT_KEY: LAYOUT}
+    ours = {key: value for key, value in _formatted(schema).items() if key != LAYOUT_KEY} | {LAYOUT_KEY: LAYOUT}
     text = json.dumps(ours, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     _check_text(text, MAX_SCHEMA_LENGTH, param)
     return text
@@ -173,6 +180,19 @@ def _check_depth(schema: Mapping[str, Any], param: str) -> None:
         if not level:
             return
     raise InvalidRequestError(f"'{param}' is nested more than {MAX_SCHEMA_DEPTH} levels deep.", param=param)
+
+
+def _formatted(value: Any) -> Any:
+    """A schema without formats that cannot be held to: by its specification a format is a remark, no condition."""
+    if isinstance(value, list):
+        return [_formatted(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: inner if key in DATA_KEYWORDS else _formatted(inner)
+        for key, inner in value.items()
+        if key != "format" or not isinstance(inner, str) or inner in FORMATS
+    }
 
 
 def _inside(value: Any) -> Sequence[Any]:

@@ -1,25 +1,20 @@
-"""The same requests and the same engine as the server's, without a server: from files to files."""
+"""The same requests and the same engine as the server's, without a server."""
 
 from __future__ import annotations
 
-import json
 import math
-import secrets
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from app.api.errors import describe
 from app.api.gathering import Gathering, Whole
 from app.api.generation import ending_error, failure_of
-from app.api.planning import CHAT_URL, COMPLETION_URL, plan
-from app.api.schemas import parse_json_object
-from engine.errors import InvalidRequestError, QueueFullError, RelevoError
+from app.api.planning import plan
+from engine.errors import InvalidRequestError, QueueFullError
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from app.api.planning import Plan
     from engine.engine import Engine
@@ -27,19 +22,6 @@ if TYPE_CHECKING:
     from engine.outbox import Delta
 
 RETRY_SECONDS: Final = 0.1
-
-
-@dataclass(slots=True)
-class Counts:
-    """How a batch went, in lines."""
-
-    answered: int = 0
-    failed: int = 0
-
-    @property
-    def total(self) -> int:
-        """Lines that have a result."""
-        return self.answered + self.failed
 
 
 def plan_whole(engine: Engine, url: str, data: dict[str, Any]) -> Plan:
@@ -108,87 +90,15 @@ async def stream(engine: Engine, job: Plan, write: Callable[[str], object]) -> N
     await follow(engine, job, lambda _index, delta: write(delta.text))
 
 
-async def answer(engine: Engine, job: Plan) -> dict[str, Any]:
-    """Answer one request whole, as the route would; see `follow`."""
+async def answer(
+    engine: Engine, job: Plan, *, watch: Callable[[Delta], object] = lambda _delta: None
+) -> dict[str, Any]:
+    """Answer one request whole, as the route would, with `watch` told of each piece; see `follow`."""
     whole = Whole(job)
-    await follow(engine, job, whole.add)
+
+    def take(index: int, delta: Delta) -> None:
+        whole.add(index, delta)
+        watch(delta)
+
+    await follow(engine, job, take)
     return job.envelope.whole(whole.written(), whole.choices.usage())
-
-
-async def run_batch(
-    engine: Engine, lines: Iterable[bytes], target: TextIO, *, progress: Callable[[int], object] = lambda _done: None
-) -> Counts:
-    """Answer an OpenAI batch file. Results are written as they come, which is not the order of the lines.
-
-    Args:
-        lines: one JSON object each, in UTF-8, with `custom_id`, `method`, `url` and `body`; blank ones are skipped.
-        target: gets one JSON object a line: `id`, `custom_id`, `response` and `error`.
-        progress: told the number of lines done.
-
-    Returns:
-        How many lines were answered and how many were not.
-    """
-    counts = Counts()
-    # Twice the seats: whoever leaves finds a successor waiting, and the queue stays short.
-    places = trio.Semaphore(2 * engine.config.max_num_seqs)
-    taken: set[str] = set()
-
-    async def work(line: bytes) -> None:
-        try:
-            result = await _answer_line(engine, line, taken)
-        finally:
-            places.release()
-        target.write(json.dumps(result, ensure_ascii=False) + "\n")
-        target.flush()
-        response = result["response"]
-        ok = response is not None and response["status_code"] == 200
-        counts.answered += ok
-        counts.failed += not ok
-        progress(counts.total)
-
-    async with trio.open_nursery() as nursery:
-        for line in lines:
-            if line.strip():
-                await places.acquire()
-                nursery.start_soon(work, line)
-    return counts
-
-
-async def _answer_line(engine: Engine, line: bytes, taken: set[str]) -> dict[str, Any]:
-    """The result of one line. What is wrong with the line itself is its `error`, all else is its `response`.
-
-    Args:
-        taken: the `custom_id` of every line before; this line's is added.
-    """
-    result: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": None, "response": None}
-    try:
-        custom_id, url, body = _read_line(line)
-        if custom_id in taken:
-            result["custom_id"] = custom_id
-            raise InvalidRequestError(f"The 'custom_id' {custom_id!r} is that of an earlier line.", param="custom_id")
-        taken.add(custom_id)
-    except InvalidRequestError as error:
-        return result | {"error": {"code": "invalid_line", "message": str(error)}}
-    request_id = f"req_{secrets.token_hex(12)}"
-    try:
-        job = plan_whole(engine, url, body)
-        status, content = 200, await answer(engine, job)
-    except RelevoError as error:
-        described = describe(error)
-        status, content = described.status, described.body
-    response = {"status_code": status, "request_id": request_id, "body": content}
-    return result | {"custom_id": custom_id, "response": response, "error": None}
-
-
-def _read_line(line: bytes) -> tuple[str, str, dict[str, Any]]:
-    entry = parse_json_object(line)
-    custom_id, url, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
-    if not isinstance(custom_id, str):
-        raise InvalidRequestError("'custom_id' must be a string.", param="custom_id")
-    if entry.get("method", "POST") != "POST":
-        raise InvalidRequestError("'method' must be POST.", param="method")
-    if url not in (CHAT_URL, COMPLETION_URL):
-        raise InvalidRequestError(f"'url' must be {CHAT_URL} or {COMPLETION_URL}.", param="url")
-    if not isinstance(body, dict):
-        raise InvalidRequestError("'body' must be an object.", param="body")
-    return custom_id, url, body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from engine.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
+    from app.batch import Earlier
     from engine.config import EngineConfig
 
 # Flag of the command, field of the request body, type.
@@ -35,7 +38,14 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     command = add_command(commands, "generate", "answer one prompt, or a batch file, without a server", run)
     command.add_argument("-p", "--prompt", metavar="TEXT", help="a user's turn, answered on stdout as it is written")
     command.add_argument("-i", "--input", type=Path, metavar="FILE", help="an OpenAI batch file (JSON lines)")
-    command.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the results of --input go")
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where the results of --input go; what is there is gone on with",
+    )
+    command.add_argument("--restart", action="store_true", help="throw away what is in --output and begin anew")
     prompt = command.add_argument_group("with --prompt")
     prompt.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
     prompt.add_argument("--system", metavar="TEXT", help="a system prompt before the user's turn")
@@ -49,6 +59,8 @@ def run(options: argparse.Namespace) -> int:
     """Answer the prompt, or the file."""
     if (options.prompt is None) == (options.input is None):
         raise ConfigError("Give either --prompt TEXT, or --input FILE and --output FILE.")
+    if options.restart and options.input is None:
+        raise ConfigError("--restart goes with --input and --output.")
     if (options.input is None) != (options.output is None):
         raise ConfigError("--input and --output go together.")
     if options.input is not None and options.output.exists() and options.output.samefile(options.input):
@@ -56,11 +68,14 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_of(options)
     if options.prompt is not None:
         return trio.run(_answer_prompt, with_model(settings).engine_config(), options)
-    with options.input.open("rb") as lines:
-        total = sum(1 for line in lines if line.strip())
+    from app import batch
+
+    with options.input.open("rb") as source:
+        total = sum(1 for _ in batch.read_lines(source))
     # A file that cannot be written is told of before the model is loaded.
-    options.output.open("a").close()
-    return trio.run(_answer_file, with_model(settings).engine_config(), options, total)
+    options.output.open("w" if options.restart else "a").close()
+    earlier = batch.read_earlier(options.output)
+    return trio.run(_answer_file, with_model(settings).engine_config(), options, earlier, total)
 
 
 async def _answer_prompt(config: EngineConfig, options: argparse.Namespace) -> int:
@@ -95,16 +110,38 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-async def _answer_file(config: EngineConfig, options: argparse.Namespace, total: int) -> int:
-    from app import offline
+async def _answer_file(config: EngineConfig, options: argparse.Namespace, earlier: Earlier, total: int) -> int:
+    from app import batch
     from engine.engine import open_engine
 
     async with open_engine(config) as engine:
         with (
-            options.input.open("rb") as lines,
-            options.output.open("w", encoding="utf-8") as target,
+            options.input.open("rb") as source,
+            options.output.open("a", encoding="utf-8") as target,
             Progress("Answering", unit="lines") as progress,
+            _told_when_interrupted(options.output),
         ):
-            counts = await offline.run_batch(engine, lines, target, progress=lambda done: progress(done, total))
-    print(f"{counts.answered} of {counts.total} lines answered; results in {options.output}", file=sys.stderr)
+            counts = await batch.run_batch(
+                engine,
+                batch.read_lines(source),
+                target,
+                earlier=earlier,
+                progress=lambda counts: progress(counts.total, total, f"{counts.tokens_per_second:.1f} tokens/s"),
+            )
+    before = f" ({counts.before} of them before)" if counts.before else ""
+    speed = f"{counts.num_tokens:,} tokens, {counts.tokens_per_second:.1f} a second"
+    print(
+        f"{counts.answered} of {counts.total} lines answered{before}; {speed}; results in {options.output}",
+        file=sys.stderr,
+    )
     return 1 if counts.failed else 0
+
+
+@contextmanager
+def _told_when_interrupted(output: Path) -> Iterator[None]:
+    """Say how to go on to whoever presses Ctrl+C."""
+    try:
+        yield
+    except* KeyboardInterrupt:
+        print(f"\ninterrupted; the same command goes on with what is in {output}", file=sys.stderr)
+        raise

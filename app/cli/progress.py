@@ -23,8 +23,8 @@ class Progress:
         self._drawn_at = 0.0
         self._visible = sys.stderr.isatty()
 
-    def __call__(self, done: int, total: int) -> None:
-        """Draw `done` of `total`; a total of 0 is not known yet."""
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        """Draw `done` of `total`, and a word about it; a total of 0 is not known yet."""
         now = time.monotonic()
         if not self._visible or (now - self._drawn_at < _REDRAW_SECONDS and done < total):
             return
@@ -32,7 +32,7 @@ class Progress:
         share = min(done / total, 1.0) if total else 0.0
         bar = ("█" * round(share * _WIDTH)).ljust(_WIDTH, "░")
         count = f"{_size(done)} of {_size(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"
-        sys.stderr.write(f"\r\x1b[K{self._label} {bar} {share:4.0%}  {count}")
+        sys.stderr.write(f"\r\x1b[K{self._label} {bar} {share:4.0%}  {count}" + (f"  {note}" if note else ""))
         sys.stderr.flush()
         self._shown = True
 

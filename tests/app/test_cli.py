@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -81,6 +82,7 @@ def one_line(text: str) -> str:
         (["generate"], "--prompt"),
         (["generate", "-p", "x", "-i", "y"], "--prompt"),
         (["generate", "-i", "y"], "--output"),
+        (["generate", "-p", "x", "--restart"], "--restart"),
         (["generate", "-p", "x", "--temperature", "hot"], "--temperature"),
         (["bench", "--dtype", "int3"], "auto, float32, bfloat16"),
         (["bench", "--batch", "0"], "argument --batch: must be a whole number of at least 1"),
@@ -249,14 +251,25 @@ def test_generate_answers_a_file(run: Any, tmp_path: Path) -> None:
     source.write_text("\n".join(map(json.dumps, lines)))
     code, out, err = run("generate", "-i", source, "-o", target)
     assert (code, out) == (0, "")
-    assert err == f"5 of 5 lines answered; results in {target}\n"
+    assert re.fullmatch(rf"5 of 5 lines answered; 15 tokens, [\d.,]+ a second; results in {target}\n", err)
     assert {json.loads(line)["custom_id"] for line in target.read_text().splitlines()} == set("01234")
+    # What is there is not answered again, unless that is wanted.
+    assert "5 of 5 lines answered (5 of them before); 0 tokens" in run("generate", "-i", source, "-o", target)[2]
     source.write_bytes(source.read_bytes().replace(b'"4"', b'"\xff"'))
-    assert run("generate", "-i", source, "-o", target)[2].startswith("4 of 5 lines answered")
+    assert run("generate", "-i", source, "-o", target, "--restart")[2].startswith("4 of 5 lines answered; 10 tokens")
     source.write_text("nonsense\n")
-    assert run("generate", "-i", source, "-o", target)[0] == 1
+    assert run("generate", "-i", source, "-o", target, "--restart")[0] == 1
     assert run("generate", "-i", source, "-o", source)[0] == 2
+    code, _, err = run("generate", "-i", target, "-o", config_file(tmp_path))
+    assert (code, "no result of a batch" in one_line(err)) == (2, True)
     assert run("generate", "-i", tmp_path / "none", "-o", target)[0] == 1
+
+
+def config_file(tmp_path: Path) -> Path:
+    """A file of one's own that was named by mistake."""
+    path = tmp_path / "precious.txt"
+    path.write_text("do not lose this\n")
+    return path
 
 
 @pytest.mark.usefixtures("no_fetch")

@@ -1,0 +1,242 @@
+"""OpenAI's batch files: answered at full width, line by line, and gone on with where an earlier run was interrupted."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TextIO
+
+import trio
+
+from app.api.errors import describe
+from app.api.planning import CHAT_URL, COMPLETION_URL
+from app.api.schemas import parse_json_object
+from app.offline import answer, plan_whole
+from engine.errors import ConfigError, InvalidRequestError, RelevoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from engine.engine import Engine
+    from engine.outbox import Delta
+
+INVALID_LINE: Final = "invalid_line"
+# Longer ones are not read to their end. A token is seldom more than 16 bytes of JSON, and few contexts are longer.
+MAX_LINE_BYTES: Final = 16 << 20
+_SKIP_BYTES: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class Earlier:
+    """What an earlier run has left in the output.
+
+    Attributes:
+        answers: `custom_id` of every line that has a result, to whether it was answered.
+        wrong_lines: numbers of the lines that were wrong themselves.
+    """
+
+    answers: dict[str, bool] = field(default_factory=dict)
+    wrong_lines: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Counts:
+    """How a batch goes.
+
+    Attributes:
+        answered, failed: lines that have a result, those of earlier runs included.
+        before: lines of earlier runs.
+        num_tokens: tokens generated in this run.
+        started: when it began, on trio's clock.
+    """
+
+    answered: int = 0
+    failed: int = 0
+    before: int = 0
+    num_tokens: int = 0
+    started: float = field(default_factory=trio.current_time)
+
+    @property
+    def total(self) -> int:
+        """Lines that have a result."""
+        return self.answered + self.failed
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated, on average since the start."""
+        seconds = trio.current_time() - self.started
+        return self.num_tokens / seconds if seconds > 0 else 0.0
+
+    def add(self, *, ok: bool, before: bool = False) -> None:
+        """A line has its result."""
+        self.answered += ok
+        self.failed += not ok
+        self.before += before
+
+
+def read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """The lines of a file that are not blank, with their numbers from 1; `None` for one that is far too long."""
+    number = 0
+    while line := source.readline(MAX_LINE_BYTES):
+        number += 1
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := source.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield number, None
+        elif line.strip():
+            yield number, line
+
+
+def read_earlier(path: Path) -> Earlier:
+    """What is in the output already. A last line that was cut off is removed from the file.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    earlier = Earlier()
+    with path.open("r+b") as file:
+        end = 0
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                file.truncate(end)
+                break
+            end += len(line)
+            try:
+                _note(earlier, json.loads(line))
+            except (ValueError, TypeError, KeyError):
+                message = f"{path}: line {number} is no result of a batch; name another --output, or --restart."
+                raise ConfigError(message) from None
+    return earlier
+
+
+def _note(earlier: Earlier, result: dict[str, Any]) -> None:
+    error, response = result["error"], result["response"]
+    if error is not None and error["code"] == INVALID_LINE:
+        earlier.wrong_lines.add(int(error["line"]))
+    else:
+        earlier.answers[str(result["custom_id"])] = response["status_code"] == 200
+
+
+async def run_batch(
+    engine: Engine,
+    lines: Iterable[tuple[int, bytes | None]],
+    target: TextIO,
+    *,
+    earlier: Earlier | None = None,
+    progress: Callable[[Counts], object] = lambda _counts: None,
+) -> Counts:
+    """Answer an OpenAI batch file. Results are written as they come, which is not the order of the lines.
+
+    Of a file no more is held than the lines that are being answered, and every `custom_id`.
+
+    Args:
+        lines: with their numbers; one JSON object each, in UTF-8, with `custom_id`, `method`, `url` and `body`.
+        target: gets one JSON object a line: `id`, `custom_id`, `response` and `error`.
+        earlier: what it holds already; these lines are left out.
+        progress: told with each piece of an answer and with each line.
+
+    Returns:
+        How many lines were answered and how many were not.
+    """
+    earlier = earlier or Earlier()
+    counts = Counts()
+    # Twice the seats: whoever leaves finds a successor waiting, and the queue stays short.
+    places = trio.Semaphore(2 * engine.config.max_num_seqs)
+    taken: set[str] = set()
+
+    def finish(result: dict[str, Any]) -> None:
+        target.write(json.dumps(result, ensure_ascii=False) + "\n")
+        target.flush()
+        counts.add(ok=result["error"] is None and result["response"]["status_code"] == 200)
+        progress(counts)
+
+    def watch(delta: Delta) -> None:
+        counts.num_tokens += len(delta.token_ids)
+        progress(counts)
+
+    async def work(entry: _Entry) -> None:
+        try:
+            result = await _answer(engine, entry, watch)
+        finally:
+            places.release()
+        finish(result)
+
+    async with trio.open_nursery() as nursery:
+        for number, line in lines:
+            if number in earlier.wrong_lines:
+                counts.add(ok=False, before=True)
+                continue
+            try:
+                entry = _read_entry(line, taken)
+            except _WrongLineError as error:
+                finish(_wrong(error, number))
+                continue
+            taken.add(entry.custom_id)
+            if entry.custom_id in earlier.answers:
+                counts.add(ok=earlier.answers[entry.custom_id], before=True)
+                continue
+            await places.acquire()
+            nursery.start_soon(work, entry)
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One line of a batch file."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+class _WrongLineError(Exception):
+    """A line that asks for nothing; `custom_id` is set where it has one."""
+
+    def __init__(self, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.custom_id = custom_id
+
+
+def _wrong(error: _WrongLineError, number: int) -> dict[str, Any]:
+    """The result of a line that is wrong itself."""
+    told = {"code": INVALID_LINE, "message": str(error), "line": number}
+    return {"id": _make_id("batch_req"), "custom_id": error.custom_id, "response": None, "error": told}
+
+
+async def _answer(engine: Engine, entry: _Entry, watch: Callable[[Delta], object]) -> dict[str, Any]:
+    """The result of a line; what the route would refuse is its `response`, with the status that it would have."""
+    try:
+        job = plan_whole(engine, entry.url, entry.body)
+        status, content = 200, await answer(engine, job, watch=watch)
+    except RelevoError as error:
+        described = describe(error)
+        status, content = described.status, described.body
+    response = {"status_code": status, "request_id": _make_id("req"), "body": content}
+    return {"id": _make_id("batch_req"), "custom_id": entry.custom_id, "response": response, "error": None}
+
+
+def _read_entry(line: bytes | None, taken: set[str]) -> _Entry:
+    if line is None:
+        raise _WrongLineError(f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.")
+    try:
+        entry = parse_json_object(line)
+    except InvalidRequestError as error:
+        raise _WrongLineError(str(error)) from None
+    custom_id, url, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
+    if not isinstance(custom_id, str):
+        raise _WrongLineError("'custom_id' must be a string.")
+    if custom_id in taken:
+        raise _WrongLineError(f"The 'custom_id' {custom_id!r} is that of an earlier line.", custom_id)
+    if entry.get("method", "POST") != "POST":
+        raise _WrongLineError("'method' must be POST.", custom_id)
+    if url not in (CHAT_URL, COMPLETION_URL):
+        raise _WrongLineError(f"'url' must be {CHAT_URL} or {COMPLETION_URL}.", custom_id)
+    if not isinstance(body, dict):
+        raise _WrongLineError("'body' must be an object.", custom_id)
+    return _Entry(custom_id, url, body)
+
+
+def _make_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"

@@ -1,0 +1,314 @@
+"""Batch files over a fake model: answered line by line, and gone on with after an interruption."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+
+from app import batch
+from app.api.planning import CHAT_URL, COMPLETION_URL
+from engine.errors import ConfigError
+from tests.fakes import fake_config, open_fake_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def line(custom_id: object, url: str, body: object, **more: object) -> bytes:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body} | more).encode()
+
+
+def completion(custom_id: str, **fields: Any) -> bytes:
+    return line(custom_id, COMPLETION_URL, {"prompt": f"abc {custom_id}", "max_tokens": 3, "temperature": 0} | fields)
+
+
+def numbered(lines: Iterable[bytes]) -> Iterable[tuple[int, bytes]]:
+    return zip(count(1), lines)
+
+
+def results(target: io.StringIO | Path) -> dict[str | None, dict[str, Any]]:
+    text = target.read_text() if isinstance(target, Path) else target.getvalue()
+    return {entry["custom_id"]: entry for entry in map(json.loads, text.splitlines())}
+
+
+def texts(path: Path) -> dict[str | None, str]:
+    found = results(path)
+    return {name: entry["response"]["body"]["choices"][0]["text"] for name, entry in found.items()}
+
+
+async def test_a_batch_file_is_answered_line_by_line(autojump_clock: object) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    lines = [
+        line("chat", CHAT_URL, {"messages": messages, "max_tokens": 5, "temperature": 0}),
+        b"\n",
+        line("text", COMPLETION_URL, {"prompt": "abc", "max_tokens": 3, "temperature": 0}),
+        line("ids", COMPLETION_URL, {"prompt": [97, 98, 99], "max_tokens": 3, "temperature": 0}),
+        line("empty", CHAT_URL, {"messages": []}),
+        line("model", CHAT_URL, {"messages": messages, "model": "other"}),
+        line("long", COMPLETION_URL, {"prompt": "x" * 100_000}),
+        line("stream", COMPLETION_URL, {"prompt": "x", "stream": True}),
+    ]
+    target, done = io.StringIO(), []
+    source = batch.read_lines(io.BytesIO(b"\n".join(lines)))
+    async with open_fake_engine() as engine:
+        counts = await batch.run_batch(engine, source, target, progress=lambda counts: done.append(counts.total))
+    found = results(target)
+    assert (counts.answered, counts.failed, counts.num_tokens) == (3, 4, 11)
+    assert set(range(1, 8)) <= set(done)
+    assert found["chat"]["response"]["status_code"] == 200
+    assert found["chat"]["error"] is None
+    answer = found["chat"]["response"]["body"]
+    assert answer["object"] == "chat.completion"
+    assert answer["usage"]["completion_tokens"] == 5
+    spelled = [found[name]["response"]["body"]["choices"][0]["text"] for name in ("text", "ids")]
+    assert spelled[0] == spelled[1]
+    refused = {name: found[name]["response"]["status_code"] for name in ("empty", "model", "long", "stream")}
+    assert refused == {"empty": 400, "model": 404, "long": 400, "stream": 400}
+    assert found["long"]["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("text", "custom_id"),
+    [
+        (b"{not json", None),
+        (b"[1]", None),
+        (line("a", CHAT_URL, {}).replace(b'"a"', b'"\xff"'), None),
+        (line(None, CHAT_URL, {}), None),
+        (line("a", "/v1/embeddings", {}), "a"),
+        (line("a", CHAT_URL, "text"), "a"),
+        (line("a", CHAT_URL, {}, method="GET"), "a"),
+    ],
+)
+async def test_a_wrong_line_fails_alone(autojump_clock: object, text: bytes, custom_id: str | None) -> None:
+    target = io.StringIO()
+    async with open_fake_engine() as engine:
+        counts = await batch.run_batch(engine, numbered([completion("good"), text]), target)
+    assert (counts.answered, counts.failed) == (1, 1)
+    wrong = results(target)[custom_id]
+    assert wrong["response"] is None
+    assert (wrong["error"]["code"], wrong["error"]["line"]) == ("invalid_line", 2)
+
+
+async def test_a_line_that_is_far_too_long_is_not_read_to_its_end(
+    autojump_clock: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "MAX_LINE_BYTES", 1 << 12)
+    source = b"\n".join([completion("one"), b"x" * (3 << 20), b"", completion("two")])
+    target = io.StringIO()
+    async with open_fake_engine() as engine:
+        counts = await batch.run_batch(engine, batch.read_lines(io.BytesIO(source)), target)
+    assert (counts.answered, counts.failed) == (2, 1)
+    assert results(target)[None]["error"]["line"] == 2
+    exact = b"x" * ((1 << 12) - 1) + b"\n"
+    assert [(number, text is None) for number, text in batch.read_lines(io.BytesIO(exact * 2))] == [
+        (1, False),
+        (2, False),
+    ]
+
+
+async def test_a_custom_id_is_taken_once_and_by_the_first(autojump_clock: object) -> None:
+    target = io.StringIO()
+    async with open_fake_engine() as engine:
+        counts = await batch.run_batch(engine, numbered([completion("a"), completion("a", max_tokens=9)]), target)
+    assert (counts.answered, counts.failed) == (1, 1)
+    entries = [json.loads(text) for text in target.getvalue().splitlines()]
+    (wrong,) = [entry for entry in entries if entry["error"]]
+    (right,) = [entry for entry in entries if not entry["error"]]
+    assert (wrong["custom_id"], wrong["response"]) == ("a", None)
+    assert wrong["error"]["message"] == "The 'custom_id' 'a' is that of an earlier line."
+    assert right["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
+async def test_every_seat_is_taken_and_no_more_is_read_than_needed(autojump_clock: object) -> None:
+    """Four seats: four are answered, four more wait, and the rest of the file stays on the disk."""
+    num_read = 0
+    peaks: list[tuple[int, int]] = []
+
+    def source() -> Iterable[tuple[int, bytes]]:
+        nonlocal num_read
+        for number in range(1, 201):
+            num_read = number
+            yield number, completion(f"{number}", max_tokens=1 + number % 7)
+
+    def look(counts: batch.Counts) -> None:
+        peaks.append((engine.num_running, num_read - counts.total))
+
+    async with open_fake_engine() as engine:
+        counts = await batch.run_batch(engine, source(), io.StringIO(), progress=look)
+        snapshot = engine.snapshot()
+    assert counts.answered == 200
+    assert snapshot["kv"]["free"] + snapshot["kv"]["cached"] == snapshot["kv"]["total"]
+    assert max(running for running, _ in peaks) == 4
+    assert max(held for _, held in peaks) <= 9  # two of each seat, and the line that waits to come in
+    assert snapshot["useful_row_share"] == 1
+
+
+async def test_the_queue_may_be_smaller_than_the_batch(autojump_clock: object) -> None:
+    lines = [completion(f"{i}", max_tokens=4) for i in range(30)]
+    async with open_fake_engine(fake_config(max_waiting=1)) as engine:
+        counts = await batch.run_batch(engine, numbered(lines), io.StringIO())
+    assert counts.answered == 30
+
+
+async def test_a_timeout_ends_one_line_and_speed_is_tokens_over_time(autojump_clock: object) -> None:
+    target = io.StringIO()
+    slow = completion("slow", max_tokens=100, timeout=50)
+    quick = completion("quick", max_tokens=10, timeout=50)
+    async with open_fake_engine(step_seconds=1.0) as engine:
+        before = trio.current_time()
+        counts = await batch.run_batch(engine, numbered([slow, quick]), target)
+        assert trio.current_time() - before == pytest.approx(50, abs=1)
+        assert counts.tokens_per_second == pytest.approx(counts.num_tokens / 50, rel=0.05)
+        await engine.wait_idle()
+    found = results(target)
+    assert found["slow"]["response"]["status_code"] == 408
+    assert found["slow"]["response"]["body"]["error"]["code"] == "timeout"
+    assert found["quick"]["response"]["status_code"] == 200
+
+
+async def test_a_line_is_refused_in_the_words_of_the_route(autojump_clock: object) -> None:
+    """The same plan: code and message are the route's, which is tested on its own."""
+    chat = line("no template", CHAT_URL, {"messages": [{"role": "user", "content": ""}]})
+    lines = [chat, completion("ids", prompt=[97] * 100_000)]
+    target = io.StringIO()
+    async with open_fake_engine(chat_template=False) as engine:
+        await batch.run_batch(engine, numbered(lines), target)
+    codes = {name: entry["response"]["body"]["error"]["code"] for name, entry in results(target).items()}
+    assert codes == {"no template": "no_chat_template", "ids": "context_length_exceeded"}
+
+
+LINES = [
+    *[completion(f"{i}", max_tokens=2 + i % 9) for i in range(40)],
+    b"{broken",
+    completion("7"),
+    completion("bad", temperature=9),
+]
+
+
+async def run_for(seconds: float, path: Path) -> batch.Counts | None:
+    """A run that goes on with what is there and is cut off after a while; its counts if it came to its end."""
+    with path.open("a"):
+        earlier = batch.read_earlier(path)
+    with trio.move_on_after(seconds), path.open("a") as target:
+        async with open_fake_engine() as engine:
+            return await batch.run_batch(engine, numbered(LINES), target, earlier=earlier)
+    return None
+
+
+async def test_an_interrupted_run_goes_on_and_ends_like_one_that_was_not(
+    autojump_clock: object, tmp_path: Path
+) -> None:
+    whole, pieces = tmp_path / "whole.jsonl", tmp_path / "pieces.jsonl"
+    expected = await run_for(1e9, whole)
+    assert expected is not None
+    assert (expected.answered, expected.failed, expected.before) == (40, 3, 0)
+    counts, runs = None, 0
+    while counts is None:
+        counts = await run_for(0.1 + 0.03 * runs, pieces)
+        runs += 1
+        assert runs < 100
+        if counts is None:  # as if the machine had gone down in the midst of a line
+            with pieces.open("a") as file:
+                file.write('{"id": "batch_req_0", "custom_id": "3", "resp')
+    assert runs > 3
+    assert (counts.answered, counts.failed) == (40, 3)
+    assert counts.before > 10
+    assert len(pieces.read_text().splitlines()) == len(LINES)
+    good = {name for name in results(whole) if name not in (None, "bad", "7")}
+    answers = {path: results(path) for path in (whole, pieces)}
+    for name in good:
+        bodies = [answers[path][name]["response"]["body"]["choices"] for path in (whole, pieces)]
+        assert bodies[0] == bodies[1]
+    again = await run_for(1e9, pieces)
+    assert again is not None
+    assert (again.answered, again.failed, again.before, again.num_tokens) == (40, 3, 43, 0)
+
+
+@pytest.mark.parametrize("content", ["nonsense\n", "[1]\n", '{"custom_id": "a"}\n', '{"a": 1}\n{"b": 2}\n', "5\n\n"])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"line 1 is no result of a batch; name another --output, or --restart"):
+        batch.read_earlier(path)
+    assert path.read_text() == content
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys
+    from contextlib import asynccontextmanager
+    from pathlib import Path
+    import app.cli.pull, engine.engine
+    from app.cli import main
+    from tests.fakes import fake_config, open_fake_engine
+
+    @asynccontextmanager
+    async def open_(_config):
+        async with open_fake_engine(fake_config(), step_seconds=0.002) as opened:
+            yield opened
+
+    app.cli.pull.fetch = Path
+    engine.engine.open_engine = open_
+    sys.exit(main(["generate", *sys.argv[1:]]))
+    """
+)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\n".join(completion(f"{i}", max_tokens=20) for i in range(400)))
+
+    def start_(*more: str) -> subprocess.Popen[str]:
+        words = ["-i", str(source), "-o", str(tmp_path / "out.jsonl"), *more]
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    return start_
+
+
+def interrupt(process: subprocess.Popen[str], output: Path, number: signal.Signals) -> str:
+    deadline = time.monotonic() + 30
+    while not output.exists() or output.stat().st_size < 20_000:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    return err
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_after_a_signal(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    process = start()
+    err = interrupt(process, output, signal.SIGINT)
+    assert process.returncode == 130
+    assert err.strip() == f"interrupted; the same command goes on with what is in {output}"
+    num_before = len(output.read_text().splitlines())
+    assert 10 < num_before < 400
+    process = start("--restart")
+    while output.stat().st_size > 15_000:
+        time.sleep(0.01)
+    interrupt(process, output, signal.SIGKILL)
+    with output.open("a") as file:
+        file.write('{"id": "batch')
+    process = start()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert err.startswith("400 of 400 lines answered (")
+    assert len(output.read_text().splitlines()) == len(texts(output)) == 400

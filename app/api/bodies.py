@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from app.api.schemas import Body, Object, fault
 from app.api.tools import MAX_TOOLS
+from engine.grammar.spec import MAX_CHOICES as MAX_GUIDED_CHOICES
 from engine.sequence import SamplingParams
 
 MAX_STOP_STRINGS: Final = 16
@@ -156,6 +157,40 @@ TemplateOptions = Annotated[Any, _read_as("object", type="object")]
 Messages = Annotated[Any, _read_as("list of messages", type="array", items=_MESSAGE, minItems=1)]
 
 
+_SCHEMA: Final = {"type": "object"}
+Format = Annotated[
+    Any,
+    _read_as(
+        "type text, json_object, or json_schema with a name and a schema",
+        type="object",
+        properties={
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                    "description": {"type": "string"},
+                    "schema": _SCHEMA,
+                    "strict": {"type": "boolean"},
+                },
+                "required": ["name", "schema"],
+            },
+        },
+        required=["type"],
+    ),
+]
+GuidedJson = Annotated[Any, _read_as("a JSON schema, or its text", anyOf=[_SCHEMA, _TEXT])]
+GuidedText = Annotated[Any, _read_as("text", **_TEXT)]
+GuidedChoice = Annotated[
+    Any,
+    _read_as(f"at most {MAX_GUIDED_CHOICES} texts", type="array", items=_TEXT, minItems=1, maxItems=MAX_GUIDED_CHOICES),
+]
+Structured = Annotated[
+    Any,
+    _read_as("one of json, regex, choice, grammar, json_object", type="object", minProperties=1),
+]
+
+
 class StreamOptions(Object):
     """`stream_options` of a streamed request."""
 
@@ -197,6 +232,12 @@ class GenerationBody(Body):
         1.0, ge=0.01, le=100, description="divides the logits of what stands in prompt or answer (multiplies below 0)"
     )
     logit_bias: Bias = Field((), description="added to the logits of these token ids")
+    response_format: Format = Field(None, description="JSON of any form, or of a schema's, strict or not")
+    guided_json: GuidedJson = Field(None, description="the answer is JSON of this form")
+    guided_regex: GuidedText = Field(None, description="the whole answer matches it")
+    guided_choice: GuidedChoice = Field(None, description="the answer is one of them")
+    guided_grammar: GuidedText = Field(None, description="the answer follows a grammar, in Lark's or GBNF's spelling")
+    structured_outputs: Structured = Field(None, description="vLLM's newer spelling of the guided fields")
     stream: bool = Field(False, description="server-sent events as the answer is written")
     stream_options: StreamOptions | None = Field(None, description="only with stream")
     timeout: float | None = Field(None, gt=0, description="seconds from arrival; then 408, or an error in the stream")

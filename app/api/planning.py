@@ -15,6 +15,7 @@ from app.api.envelope import ChatEnvelope, CompletionEnvelope, Envelope
 from app.api.errors import ApiError, ModelNameError
 from app.api.parts import PlainReader, Reader
 from app.api.schemas import parse_body
+from app.api.structured import join_grammars, read_grammar
 from app.callers import NOBODY
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
@@ -73,9 +74,10 @@ def plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
     unsupported.refuse_unsupported(data, unsupported.CHAT)
     conversation = read_conversation(engine, require_chat_template(engine), body)
     answer_id = f"chatcmpl-{secrets.token_hex(12)}"
+    grammar = join_grammars(read_grammar(data), conversation.grammar, conversation.thinking)
     shown = conversation.shown_token_ids
     requests = tuple(
-        replace(request, shown_token_ids=shown)
+        replace(request, shown_token_ids=shown, grammar=grammar)
         for request in _make_requests(engine, caller, body, answer_id, [conversation.prompt], None)
     )
     envelope = ChatEnvelope(answer_id, engine.model.name, int(time.time()), **_wrapping(engine, body, requests))
@@ -89,7 +91,11 @@ def plan_completion(engine: Engine, data: dict[str, Any], caller: Caller) -> Pla
     unsupported.refuse_unsupported(data, unsupported.COMPLETION)
     prompts = parse_prompts(body.prompt, engine.model.context_length)
     answer_id = f"cmpl-{secrets.token_hex(12)}"
-    requests = _make_requests(engine, caller, body, answer_id, prompts, DEFAULT_COMPLETION_TOKENS)
+    grammar = read_grammar(data)
+    requests = tuple(
+        replace(request, grammar=grammar)
+        for request in _make_requests(engine, caller, body, answer_id, prompts, DEFAULT_COMPLETION_TOKENS)
+    )
     echoes = [text for text in _spell_prompts(engine, prompts) for _ in range(body.n)] if body.echo else []
     envelope = CompletionEnvelope(
         answer_id, engine.model.name, int(time.time()), **_wrapping(engine, body, requests), echoes=echoes

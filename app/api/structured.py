@@ -10,6 +10,7 @@ At most one of them. A schema binds the answer whether it is called strict or no
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import from_json
@@ -27,6 +28,8 @@ from engine.grammar.spec import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from engine.grammar.spec import Thinking
 
     Maker = Callable[[object, str], GrammarSpec]
 
@@ -62,6 +65,24 @@ def read_grammar(data: Mapping[str, Any]) -> GrammarSpec | None:
         fields = " and ".join([f"'{spec.param}'" for spec in found])
         raise InvalidRequestError(f"{fields} say both what the answer looks like; send one.", param=found[1].param)
     return found[0] if found else None
+
+
+def join_grammars(form: GrammarSpec | None, calls: GrammarSpec | None, thinking: Thinking | None) -> GrammarSpec | None:
+    """The one grammar of a chat's answer.
+
+    Args:
+        form: what the request says about it.
+        calls: of tools that the model has to call.
+        thinking: what may come before.
+
+    Raises:
+        InvalidRequestError: there are two.
+    """
+    if form is not None and calls is not None:
+        message = f"The answer has to be a call of a tool, so '{form.param}' cannot say what it looks like."
+        raise InvalidRequestError(message, param=form.param)
+    grammar = calls if form is None else form
+    return None if grammar is None else replace(grammar, thinking=thinking)
 
 
 def _read(param: str, value: object, maker: Maker) -> GrammarSpec | None:

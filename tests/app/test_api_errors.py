@@ -67,7 +67,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"functions": [{}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json"}}, "response_format.type"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"5": "1"}}, "logit_bias"),
     ({"logit_bias": {"five": 1}}, "logit_bias"),

@@ -281,6 +281,8 @@ class FakeRunner:
         ends = length is not None and count == length and EOS in row.params.stop_token_ids
         token_id = EOS if ends else next_token(known) if answer is None or count >= len(answer) else answer[count]
         allowed = row.allowed()
+        if allowed == []:
+            raise ConstraintError("no token may follow")
         return token_id if allowed is None or token_id in allowed else allowed[token_id % len(allowed)]
 
 

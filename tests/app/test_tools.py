@@ -32,11 +32,12 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
 
 
 async def ask(
-    answer: str, *, template: FakeChatTemplate | None = None, step_seconds: float = 0.001, **fields: Any
+    answer: str | None, *, template: FakeChatTemplate | None = None, **fields: Any
 ) -> tuple[ChatCompletion, list[ChatCompletionChunk]]:
-    """A whole answer and a streamed one, both read strictly."""
+    """A whole answer and a streamed one, both read strictly; without an `answer` the fake model writes its own."""
     body = chat_body(**{"tools": [tool()], **fields})
-    fake: dict[str, Any] = {"answer": lambda prompt: answer.encode(), "step_seconds": step_seconds}
+    fake: dict[str, Any] = {"answer": lambda prompt: None if answer is None else answer.encode()}
+    fake |= {"max_model_len": 2048, "num_blocks": 1024}
     if template is not None:
         fake["chat_template"] = template
     async with open_server(**fake) as server:

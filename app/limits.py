@@ -49,10 +49,13 @@ class Bucket:
         self._time = now
 
     def take(self, amount: float, now: float) -> None:
-        """Take out what was used since the last look, evenly as far as is known, and let in what has come since."""
-        filled = self._level - amount + (now - self._time) * self.per_minute / MINUTE
-        self._level = min(float(self.per_minute), filled)
-        self._time = now
+        """Take out what is used now."""
+        self._level, self._time = self.level(now) - amount, now
+
+    def account(self, amount: float, now: float) -> None:
+        """Take out what was used evenly since the last look, while more ran in."""
+        self._level -= amount
+        self.take(0, now)
 
     def level(self, now: float) -> float:
         """How much there is; below zero is debt."""
@@ -109,17 +112,16 @@ class Meter:
         self._settle(now)
         limit = self.limits.max_concurrent
         if limit is not None and len(self._permits) >= limit:
-            raise RateLimitError(
-                f"Rate limit reached for this API key: {limit} requests are being answered, which is as many as may "
-                "be at once.",
-                CONCURRENT_RETRY_SECONDS,
+            message = (
+                f"Rate limit reached for this API key: as many requests as may be at once ({limit}) are answered now."
             )
+            raise RateLimitError(message, CONCURRENT_RETRY_SECONDS)
         seconds, why = max(((b.seconds_until(1, now), what) for what, b in self._buckets.items()), default=(0.0, ""))
         if seconds > 0:
             per_minute = self._buckets[why].per_minute
             message = f"Rate limit reached for this API key: {per_minute:,} {why} a minute."
             raise RateLimitError(message, math.ceil(seconds))
-        self._take("requests", 1, now)
+        self._count_request(1, now)
         permit = Permit(self, handles)
         self._permits.add(permit)
         return permit
@@ -129,8 +131,8 @@ class Meter:
         self._settle(now)
         if permit in self._permits:
             self._permits.remove(permit)
-            if not permit.handles:
-                self._take("requests", -1, now)
+            if not any(handle.num_prompt_tokens for handle in permit.handles):
+                self._count_request(-1, now)
 
     def headers(self, now: float) -> dict[str, str]:
         """OpenAI's `x-ratelimit-…` headers: the limit, what is left of it, and when it will be whole again."""
@@ -143,11 +145,12 @@ class Meter:
         return found
 
     def _settle(self, now: float) -> None:
-        self._take("tokens", sum([permit.take_uncharged() for permit in self._permits]), now)
+        if "tokens" in self._buckets:
+            self._buckets["tokens"].account(sum([permit.take_uncharged() for permit in self._permits]), now)
 
-    def _take(self, what: str, amount: int, now: float) -> None:
-        if what in self._buckets:
-            self._buckets[what].take(amount, now)
+    def _count_request(self, number: int, now: float) -> None:
+        if "requests" in self._buckets:
+            self._buckets["requests"].take(number, now)
 
 
 class Limits:

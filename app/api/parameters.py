@@ -142,7 +142,7 @@ def _at_rest(name: str) -> str:
     values = dict.fromkeys(
         json.dumps(value) for table in (unsupported.CHAT, unsupported.COMPLETION) for value in table.get(name, ())
     )
-    return f"{' or '.join(values)} passes" if values else ""
+    return f"passes as {' or '.join(values)}" if values else ""
 
 
 def _taken(body: type[Body]) -> dict[str, Parameter]:

@@ -119,7 +119,7 @@ class GrammarCompiler:
 
     def _after(self, thinking: Thinking) -> str:
         """The grammar `@answer` behind a thought. A mark is a control token in some vocabularies, text in others."""
-        opening, closing = self._control(thinking.opening), self._control(thinking.closing)
+        opening, closing = map(self._tokenizer.control_id, (thinking.opening, thinking.closing))
         first = literal(thinking.opening) if opening is None else f"<[{opening}]>"
         before = f"({first} thought SPACE?)?" if thinking.opening else "thought SPACE?"
         if closing is None:
@@ -127,11 +127,6 @@ class GrammarCompiler:
         else:
             thought = f"thought: TEXT <[{closing}]>\nTEXT: /(?s:.*)/"
         return f"start: {before} @answer\nSPACE: /\\n{{1,2}}/\n{thought}"
-
-    def _control(self, mark: str) -> int | None:
-        """The control token that is written like this."""
-        data, control = mark.encode(), self._vocabulary.special_token_ids
-        return next((token_id for token_id in control if self._vocabulary.tokens[token_id] == data), None)
 
     def _build(self, source: str) -> CompiledGrammar | str:
         """Compile, and compute the first mask here, where it holds up nobody."""

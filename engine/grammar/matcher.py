@@ -203,6 +203,8 @@ def shorten(error: str) -> str:
     """The lines of an error of the library that say something, without the parser's state and with an end."""
     if error.startswith("NoExtension"):
         return "nothing satisfies it"
+    if error.startswith("oneOf constraints"):
+        return "more than one branch of a 'oneOf' may hold at once; use 'anyOf'"
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()]
     causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return " ".join([*lines[:1], *causes])[:300]

@@ -81,32 +81,29 @@ _PART: Final = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+_CALL: Final = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
+            "required": ["name", "arguments"],
+        },
+    },
+    "required": ["id", "type", "function"],
+}
 _MESSAGE: Final = {
     "type": "object",
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
-        "reasoning_content": {"type": "string"},
-        "tool_calls": {"type": "array", "items": {"type": "object"}},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}, {"type": "null"}]},
+        "tool_calls": {"type": "array", "items": _CALL},
         "tool_call_id": {"type": "string"},
+        "reasoning_content": {"type": "string"},
     },
-    "required": ["role", "content"],
-}
-_TOOL: Final = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
-                "description": {"type": "string"},
-                "parameters": {"type": "object"},
-            },
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
+    "required": ["role"],
 }
 
 Stops = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ async def test_it_is_served_as_it_is_and_as_a_page() -> None:
         served = await server.client.get("/openapi.json")
         assert served.headers["content-type"] == "application/json"
         assert served.json() == make_document()
-        page = (await server.client.get("/docs")).text
+        page = html.unescape((await server.client.get("/docs")).text)
         for operation in OPERATIONS:
             assert f"{operation.method.upper()} {operation.path}" in page
         for kind in (ChatBody, CompletionBody):
@@ -71,7 +72,7 @@ async def test_it_is_served_as_it_is_and_as_a_page() -> None:
                 assert f"<code>{name}</code>" in page, name
         for status, why in ERRORS.items():
             assert str(status) in page
-            assert why.split("`")[0] in page
+            assert why in page
         assert "<script" not in page.partition("</head>")[2]
 
 

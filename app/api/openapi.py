@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic.json_schema import models_json_schema
 
-from app.api import answers
+from app.api import answers, translated_answers
+from app.api.anthropic import ConversationBody, MessagesBody
 from app.api.bodies import ChatBody, CompletionBody
+from app.api.responses import ResponsesBody
 from app.api.schemas import DetokenizeBody, TokenizeBody
 from app.version import package_version
 
@@ -33,9 +35,11 @@ ERRORS: Final = {
     429: "The key has had what it may have for now; `Retry-After` says when to come back.",
     500: "An accepted request could not be finished.",
     503: "The queue is full or the server is shutting down; `Retry-After` says when to come back.",
+    529: "The same, where the form is Anthropic's.",
 }
 READ_ERRORS: Final = (401, 403, 429, 500, 503)
-PARAMETER_ERRORS: Final = tuple(ERRORS)
+PARAMETER_ERRORS: Final = tuple(status for status in ERRORS if status != 529)
+MESSAGE_ERRORS: Final = tuple(status for status in ERRORS if status != 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,33 @@ OPERATIONS: Final = (
         answers.Completion,
         body=CompletionBody,
         event=answers.CompletionChunk,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "OpenAI's newer form, without state",
+        translated_answers.ResponseAnswer,
+        body=ResponsesBody,
+        event=translated_answers.ResponseEvent,
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Anthropic's form",
+        translated_answers.MessageAnswer,
+        body=MessagesBody,
+        event=translated_answers.MessageEvent,
+        errors=MESSAGE_ERRORS,
+        error=translated_answers.MessageError,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "How long the prompt of such a request is",
+        translated_answers.TokenCount,
+        body=ConversationBody,
+        errors=MESSAGE_ERRORS,
+        error=translated_answers.MessageError,
     ),
     Operation("get", "/v1/models", "The model that is served", answers.ModelList, errors=READ_ERRORS),
     Operation("get", "/v1/models/{name}", "The same, by its name", answers.Model, errors=(404, *READ_ERRORS)),
@@ -146,7 +177,7 @@ _REQUEST_ID: Final = {"X-Request-Id": {"description": "The request's own, or mad
 
 def _error(status: int, schema: Any) -> dict[str, Any]:
     headers: dict[str, Any] = dict(_REQUEST_ID)
-    if status in (429, 503):
+    if status in (429, 503, 529):
         headers["Retry-After"] = {"description": "Whole seconds.", "schema": {"type": "integer", "minimum": 1}}
     content = {"application/json": {"schema": schema}}
     return {"description": ERRORS[status], "headers": headers, "content": content}

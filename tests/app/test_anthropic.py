@@ -11,6 +11,7 @@ import trio
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from app.api.translated_answers import MessageAnswer, MessageError, MessageEvent, TokenCount
 from engine.handle import GenerationRequest, TextPrompt
 from tests.app.serving import make_settings, open_server
 from tests.fakes import FakeChatTemplate, expected_output
@@ -39,6 +40,7 @@ def events(text: str) -> list[Any]:
         value = json.loads(data.removeprefix("data: "))
         assert name == f"event: {value['type']}"
         if value["type"] != "ping":
+            MessageEvent.model_validate(value)
             found.append(EVENT.validate_python(value, strict=True))
     return found
 
@@ -86,6 +88,7 @@ async def ask(request: dict[str, Any], **fake: Any) -> dict[str, Any]:
     async with open_server(limits={"enable_prefix_caching": False}, **fake) as server:
         response = await server.client.post(MESSAGES, json=request)
         assert response.status_code == 200, response.text
+        MessageAnswer.model_validate(response.json())
         whole = Message.model_validate(response.json(), strict=True).model_dump(exclude_none=True)
         streamed = await server.client.post(MESSAGES, json=request | {"stream": True})
         assert "[DONE]" not in streamed.text
@@ -158,6 +161,7 @@ async def test_thinking_is_off_unless_it_is_asked_for(thinking: Any, opened: boo
     async with open_server(chat_template=template) as server:
         request = {"messages": [USER], "thinking": thinking}
         count = (await server.client.post(COUNT, json=request)).json()
+    TokenCount.model_validate(count)
     assert count == {"input_tokens": 4 + (len("<think>") if opened else 0)}
 
 
@@ -234,7 +238,7 @@ async def test_bad_requests_are_named_in_anthropics_shape(fields: dict[str, Any]
         response = await server.client.post(MESSAGES, json=body(**fields))
     assert response.status_code == 400, response.text
     answer = response.json()
-    assert answer["type"] == "error"
+    MessageError.model_validate(answer)
     assert answer["error"]["type"] == "invalid_request_error"
     assert named in answer["error"]["message"]
 

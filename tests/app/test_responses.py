@@ -11,6 +11,7 @@ import trio
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from app.api.translated_answers import ResponseAnswer, ResponseEvent
 from tests.app.serving import make_settings, open_server
 from tests.fakes import FakeChatTemplate, expected_output
 
@@ -35,6 +36,7 @@ def events(text: str) -> list[Any]:
             value = json.loads(data.removeprefix("data: "))
             assert name == f"event: {value['type']}"
             assert value["sequence_number"] == len(found)
+            ResponseEvent.model_validate(value)
             found.append(EVENT.validate_python(value, strict=True))
     return found
 
@@ -79,6 +81,7 @@ async def ask(request: dict[str, Any], **fake: Any) -> Response:
     async with open_server(limits={"enable_prefix_caching": False}, **fake) as server:
         response = await server.client.post(RESPONSES, json=request)
         assert response.status_code == 200, response.text
+        ResponseAnswer.model_validate(response.json())
         whole = Response.model_validate(response.json(), strict=True)
         streamed = await server.client.post(RESPONSES, json=request | {"stream": True})
         assert "[DONE]" not in streamed.text

@@ -105,6 +105,22 @@ _MESSAGE: Final = {
     },
     "required": ["role"],
 }
+_TOOL: Final = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
 
 Stops = Annotated[
     tuple[str, ...],

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, SecretStr
 
 # A scheme, a name or an address, perhaps a port. Programs with a built-in browser have schemes of their own.
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[^\s/:?#@\[\]]+)(:[0-9]{1,5})?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[^\s/:?#@*\[\]]+)(:[0-9]{1,5})?")
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 

@@ -15,10 +15,13 @@ from tests.app.serving import CHAT, COMPLETIONS, chat_body, events, open_server
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 5}, "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
     "required": ["name", "tags"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 
 
 def named(schema: Any = SCHEMA, **members: Any) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 from pydantic import Field, WithJsonSchema
 
 from app.api.anthropic_answer import MessageEnvelope
-from app.api.bodies import MAX_TOKENS_CEILING, ChatBody, Stops
+from app.api.bodies import MAX_TOKENS_CEILING, ChatBody
 from app.api.conversation import read_conversation
+from app.api.kinds import Stops
 from app.api.planning import check_model, plan_chat, require_chat_template
 from app.api.requests import read_json
 from app.api.schemas import Body, parse_body

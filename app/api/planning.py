@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from app.api import unsupported
-from app.api.bodies import DEFAULT_COMPLETION_TOKENS, MAX_PROMPTS, ChatBody, CompletionBody
+from app.api.bodies import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
 from app.api.conversation import read_conversation
 from app.api.envelope import ChatEnvelope, CompletionEnvelope, Envelope
 from app.api.errors import ApiError, ModelNameError
+from app.api.kinds import MAX_PROMPTS
 from app.api.parts import PlainReader, Reader
 from app.api.schemas import parse_body
 from app.api.structured import join_grammars, read_grammar

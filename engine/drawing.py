@@ -6,8 +6,8 @@ Rows that ask for nothing pay nothing: without any `Extras` a draw is `sample` a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from engine.penalties import Penalties
 from engine.sampler import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NONE: Final[Mapping[int, Any]] = MappingProxyType({})
 NOT_A_NUMBER = "The model computed values that are not finite numbers for this sequence; its weights may be damaged."
 
 
-@dataclass(slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """What the rows that sample were given; the keys are rows of `token_ids`.
 
     Attributes:
@@ -46,16 +46,18 @@ class Drawn:
     """
 
     token_ids: Ints
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprobs] = NONE
+    forced: Mapping[int, tuple[int, ...]] = NONE
+    failures: Mapping[int, str] = NONE
 
     def placed(self, rows: Ints, num_rows: int) -> Drawn:
         """The same by rows of a batch: draw `i` belongs to `rows[i]`. Rows without a draw have -1."""
         token_ids = np.full(num_rows, -1, dtype=np.int64)
         token_ids[rows] = self.token_ids
+        if not (self.logprobs or self.forced or self.failures):
+            return Drawn(token_ids)
 
-        def place(found: dict[int, T]) -> dict[int, T]:
+        def place(found: Mapping[int, T]) -> dict[int, T]:
             return {int(rows[index]): value for index, value in found.items()}
 
         return Drawn(token_ids, place(self.logprobs), place(self.forced), place(self.failures))
@@ -139,9 +141,14 @@ def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], se
         positions: [R], where the drawn tokens will stand in their sequences.
     """
     asking = [(row, seat, extras[seat]) for row, seat in enumerate(seats.tolist()) if seat in extras] if extras else []
+    if not asking:
+        token_ids = sample(logits, rows, seats, positions)
+        return Drawn(token_ids, failures=_broken(token_ids))
     before = {
         row: ModelLogits(logits[row], extra.num_logprobs) for row, _, extra in asking if extra.num_logprobs is not None
     }
+    logprobs: dict[int, TokenLogprobs] = {}
+    forced: dict[int, tuple[int, ...]] = {}
     failures: dict[int, str] = {}
     for row, seat, extra in asking:
         try:
@@ -149,23 +156,25 @@ def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], se
                 rows.stops_from[seat] = 0
         except ConstraintError as error:
             failures[row] = str(error)
-    drawn = Drawn(sample(logits, rows, seats, positions), failures=failures)
-    for row in np.flatnonzero(drawn.token_ids < 0).tolist():
-        failures.setdefault(row, NOT_A_NUMBER)
+    token_ids = sample(logits, rows, seats, positions)
+    failures = _broken(token_ids) | failures
     for row, _, extra in asking:
         if row in failures:
             continue
-        token_id = int(drawn.token_ids[row])
+        token_id = int(token_ids[row])
         try:
-            forced = extra.take(token_id)
+            if following := extra.take(token_id):
+                forced[row] = following
+            if row in before:
+                logprobs[row] = before[row].tell(token_id)
         except ConstraintError as error:
             failures[row] = str(error)
-            continue
-        if forced:
-            drawn.forced[row] = forced
-        if row in before:
-            drawn.logprobs[row] = before[row].tell(token_id)
-    return drawn
+    return Drawn(token_ids, logprobs, forced, failures)
+
+
+def _broken(token_ids: Ints) -> dict[int, str]:
+    """Rows that got no token."""
+    return {row: NOT_A_NUMBER for row in np.flatnonzero(token_ids < 0).tolist()}
 
 
 def _bits(mask: bytes, size: int) -> NDArray[np.bool_]:

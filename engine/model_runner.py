@@ -130,7 +130,7 @@ class ModelRunner:
         hidden = self.model.forward(inputs.model, self.kv_caches)
         drawn = self._draw(batch, inputs, hidden)
         broken = {row for row in _broken_rows(hidden, inputs) if row < len(batch)}
-        failures = drawn.failures | dict.fromkeys(sorted(broken), NOT_A_NUMBER)
+        failures = {**drawn.failures, **dict.fromkeys(sorted(broken), NOT_A_NUMBER)}
         for row in failures:
             drawn.token_ids[row] = -1
             self._clean(batch.seats[row])

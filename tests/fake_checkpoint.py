@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine.batch import TokenLogprobs
     from engine.loading.checkpoint import Checkpoint
     from engine.models.config import ModelConfig
 
@@ -76,6 +77,7 @@ class Guest:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -162,7 +164,8 @@ class Table:
                 self.failures[guest.sequence_id] = output.failures[row]
                 guest.goal = len(guest.token_ids)
             elif batch.samples[row]:
-                guest.token_ids.append(output.token_ids[row])
+                guest.token_ids.extend((output.token_ids[row], *output.forced.get(row, ())))
+                guest.logprobs.extend([output.logprobs[row]] if row in output.logprobs else [])
             else:
                 assert output.token_ids[row] == -1
             if len(guest.token_ids) >= guest.goal:

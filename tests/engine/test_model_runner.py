@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from engine.errors import ConfigError
 from engine.model_runner import resolve_dtype
 from engine.sequence import SamplingParams
 from tests.fake_checkpoint import GREEDY, FakeCheckpoint, Table, make_checkpoint, make_runner
+from tests.fakes import VOCAB_SIZE, OneOf
 
 CHUNKS = (1, 2, 3, 5, 11, 64)
+OPTIONS = tuple(b"%c and %c, then a long rest of it" % (a, b) for a in b"xyz" for b in b"pqr")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,43 @@ def test_a_crowd_in_random_chunks_changes_no_token(tiny: FakeCheckpoint, seed: i
     table.run(preempt_share=0.05 * (seed % 2))
     for i, (guest, prompt) in enumerate(zip(guests, prompts, strict=True)):
         assert guest.output == alone(tiny, prompt, 3 + i, params_of(i))
+
+
+def asking_params_of(index: int) -> SamplingParams:
+    """Every kind of wish, and rows without any between them."""
+    wishes: dict[str, object] = [
+        {},
+        {"num_logprobs": 3},
+        {"frequency_penalty": 0.8, "presence_penalty": -0.5},
+        {"repetition_penalty": 1.5, "num_logprobs": 0},
+        {"logit_bias": ((7, 4.0), (11, -100.0), (10**6, 1.0))},
+        {"constraint": OneOf(OPTIONS)},
+        {"constraint": OneOf(OPTIONS, forces=False), "presence_penalty": 1.0},
+    ][index % 7]
+    return replace(params_of(index), **wishes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_a_row_asks_for_is_the_same_in_a_crowd_and_after_preemptions(seed: int) -> None:
+    checkpoint = make_checkpoint(vocab_size=VOCAB_SIZE + 5)
+    runner = make_runner(checkpoint, num_blocks=512)
+    table = Table(runner, num_blocks=512, block_size=4, seats=6, chunks=CHUNKS, seed=seed)
+    prompts = prompts_of(14, checkpoint.config.vocab_size, seed)
+    guests = [table.seat(prompt, 12, asking_params_of(i)) for i, prompt in enumerate(prompts)]
+    table.run(preempt_share=0.1)
+    assert not table.failures
+    for i, (guest, prompt) in enumerate(zip(guests, prompts, strict=True)):
+        lonely = Table(make_runner(checkpoint), num_blocks=64, block_size=4, seats=16, chunks=(64,))
+        other = lonely.seat(prompt, 12, asking_params_of(i))
+        lonely.run()
+        assert guest.output == other.output
+        assert [told.token_id for told in guest.logprobs] == [told.token_id for told in other.logprobs]
+        for told, expected in zip(guest.logprobs, other.logprobs, strict=True):
+            assert told.logprob == pytest.approx(expected.logprob, abs=1e-4)
+        if i % 7 in (5, 6):
+            assert any(bytes(guest.output[:12]) == option[:12] for option in OPTIONS)
+        if i % 7 in (1, 3):
+            assert [told.token_id for told in guest.logprobs] == guest.output
 
 
 def test_the_chunk_size_changes_no_score(tiny: FakeCheckpoint) -> None:

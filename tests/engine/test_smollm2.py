@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from engine.sequence import SamplingParams
 from tests.fake_checkpoint import Table, make_runner
 
 if TYPE_CHECKING:
@@ -48,6 +49,20 @@ def test_likeliest_tokens_and_their_log_probabilities(runner: ModelRunner, refer
         ids = torch.tensor([token_id for token_id, _ in expected])
         values = torch.tensor([logprob for _, logprob in expected])
         torch.testing.assert_close(row[ids], values, rtol=0, atol=1e-3)
+
+
+def test_an_answer_tells_the_log_probabilities_of_the_reference(runner: ModelRunner, reference: dict[str, Any]) -> None:
+    case = min(reference["greedy"], key=lambda case: len(case["prompt_ids"]))
+    runner.allocate_cache(8)
+    table = Table(runner, num_blocks=8, block_size=BLOCK_SIZE, seats=1, chunks=(3, 512))
+    guest = table.seat(case["prompt_ids"], 4, SamplingParams(temperature=0.0, num_logprobs=5))
+    table.run()
+    assert guest.output == case["output_ids"][:4]
+    assert len(guest.logprobs) == 4
+    for told, expected in zip(guest.logprobs, case["top5_logprobs"], strict=False):
+        assert [token_id for token_id, _ in told.top] == [token_id for token_id, _ in expected]
+        assert [logprob for _, logprob in told.top] == pytest.approx([logprob for _, logprob in expected], abs=1e-3)
+        assert (told.token_id, told.logprob) == told.top[0]
 
 
 def test_likelihood_of_ordinary_text(runner: ModelRunner, reference: dict[str, Any]) -> None:

@@ -1,0 +1,102 @@
+"""What a step pays for drawing its tokens: `python -m tests.bench.sampler`.
+
+Sixteen rows over a vocabulary of 49,152. Plain sampling and the same rows with something asked for beside it, in turn,
+so that all see the same machine. Microseconds of processor time of the one thread that computes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from engine.drawing import Extras, draw
+from engine.sampler import SamplingRows, sample
+from engine.sequence import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.constraint import ConstraintState
+
+NUM_ROWS, VOCAB_SIZE, ROUNDS = 16, 49_152, 200
+PROMPT: Final = tuple(i * 37 % VOCAB_SIZE for i in range(200))
+OUTPUT: Final = tuple(i * 91 % VOCAB_SIZE for i in range(100))
+
+
+class Everything:
+    """A constraint that allows all: what remains is the cost of the mask itself."""
+
+    def begin(self, _token_ids: tuple[int, ...]) -> ConstraintState:
+        """The only state there is."""
+        return self
+
+    def allowed(self) -> bytes:
+        """All bits set."""
+        return b"\xff" * (VOCAB_SIZE // 8)
+
+    def consume(self, _token_id: int) -> None:
+        """Nothing changes."""
+
+    def force(self) -> tuple[int, ...]:
+        """Nothing must follow."""
+        return ()
+
+
+def make_step(params: SamplingParams, asked: SamplingParams, num_asking: int) -> Callable[[torch.Tensor], object]:
+    """A step's draws; the first `num_asking` rows ask for more."""
+    rows, extras = SamplingRows(NUM_ROWS, VOCAB_SIZE), {}
+    for seat in range(NUM_ROWS):
+        each = asked if seat < num_asking else params
+        rows.set(seat, replace(each, seed=seat), len(PROMPT))
+        if Extras.wanted(each):
+            extras[seat] = Extras(each, PROMPT + OUTPUT, len(PROMPT), VOCAB_SIZE)
+    seats, positions = np.arange(NUM_ROWS), np.full(NUM_ROWS, len(PROMPT) + len(OUTPUT))
+    return lambda logits: draw(logits, rows, extras, seats, positions)
+
+
+def plain(params: SamplingParams) -> Callable[[torch.Tensor], object]:
+    """`sample` alone: what there was before a row could ask for anything else."""
+    rows = SamplingRows(NUM_ROWS, VOCAB_SIZE)
+    for seat in range(NUM_ROWS):
+        rows.set(seat, replace(params, seed=seat), len(PROMPT))
+    seats, positions = np.arange(NUM_ROWS), np.full(NUM_ROWS, len(PROMPT) + len(OUTPUT))
+    return lambda logits: sample(logits, rows, seats, positions)
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    logits = torch.randn(NUM_ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
+    scratch = torch.empty_like(logits)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95)):
+        asked = {
+            "penalties": replace(params, frequency_penalty=0.5, repetition_penalty=1.1),
+            "logit_bias": replace(params, logit_bias=tuple((i, 1.0) for i in range(100))),
+            "logprobs": replace(params, num_logprobs=0),
+            "top_logprobs 20": replace(params, num_logprobs=20),
+            "mask": replace(params, constraint=Everything()),
+        }
+        cases = {"sample() alone": plain(params), "nothing asked for": make_step(params, params, 0)}
+        for name, each in asked.items():
+            cases |= {f"{name}, 1 row": make_step(params, each, 1), f"{name}, 16 rows": make_step(params, each, 16)}
+        seconds: dict[str, list[float]] = {name: [] for name in cases}
+        for _ in range(ROUNDS):
+            for name, step in cases.items():
+                scratch.copy_(logits)
+                begin = time.thread_time()
+                step(scratch)
+                seconds[name].append(time.thread_time() - begin)
+        base = seconds["sample() alone"]
+        print(f"temperature {params.temperature}, top_p {params.top_p}: us a step of {NUM_ROWS} rows")
+        for name, times in seconds.items():
+            more = median(a - b for a, b in zip(times, base, strict=True))
+            print(f"  {name:24} {median(times) * 1e6:8.0f}  {more * 1e6:+8.1f}")
+
+
+if __name__ == "__main__":
+    main()

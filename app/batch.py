@@ -140,46 +140,62 @@ async def run_batch(
     Returns:
         How many lines were answered and how many were not.
     """
-    earlier = earlier or Earlier()
-    counts = Counts()
-    # Twice the seats: whoever leaves finds a successor waiting, and the queue stays short.
-    places = trio.Semaphore(2 * engine.config.max_num_seqs)
-    taken: set[str] = set()
-
-    def finish(result: dict[str, Any]) -> None:
-        target.write(json.dumps(result, ensure_ascii=False) + "\n")
-        target.flush()
-        counts.add(ok=result["error"] is None and result["response"]["status_code"] == 200)
-        progress(counts)
-
-    def watch(delta: Delta) -> None:
-        counts.num_tokens += len(delta.token_ids)
-        progress(counts)
-
-    async def work(entry: _Entry) -> None:
-        try:
-            result = await _answer(engine, entry, watch)
-        finally:
-            places.release()
-        finish(result)
-
+    run = _Run(engine, target, earlier or Earlier(), progress)
     async with trio.open_nursery() as nursery:
         for number, line in lines:
-            if number in earlier.wrong_lines:
-                counts.add(ok=False, before=True)
-                continue
-            try:
-                entry = _read_entry(line, taken)
-            except _WrongLineError as error:
-                finish(_wrong(error, number))
-                continue
-            taken.add(entry.custom_id)
-            if entry.custom_id in earlier.answers:
-                counts.add(ok=earlier.answers[entry.custom_id], before=True)
-                continue
-            await places.acquire()
-            nursery.start_soon(work, entry)
-    return counts
+            entry = run.open(number, line)
+            if entry is not None:
+                await run.places.acquire()
+                nursery.start_soon(run.answer, entry)
+    return run.counts
+
+
+class _Run:
+    """One pass through a batch file."""
+
+    def __init__(self, engine: Engine, target: TextIO, earlier: Earlier, progress: Callable[[Counts], object]) -> None:
+        self._engine = engine
+        self._target = target
+        self._earlier = earlier
+        self._progress = progress
+        self._taken: set[str] = set()
+        self.counts = Counts()
+        # Twice the seats: whoever leaves finds a successor waiting, and the queue stays short.
+        self.places = trio.Semaphore(2 * engine.config.max_num_seqs)
+
+    def open(self, number: int, line: bytes | None) -> _Entry | None:
+        """What a line asks for; nothing where it is wrong itself, or has its result from before."""
+        if number in self._earlier.wrong_lines:
+            self.counts.add(ok=False, before=True)
+            return None
+        try:
+            entry = _read_entry(line, self._taken)
+        except _WrongLineError as error:
+            self._finish(_wrong(error, number))
+            return None
+        self._taken.add(entry.custom_id)
+        if entry.custom_id in self._earlier.answers:
+            self.counts.add(ok=self._earlier.answers[entry.custom_id], before=True)
+            return None
+        return entry
+
+    async def answer(self, entry: _Entry) -> None:
+        """Answer a line and write its result down."""
+        try:
+            result = await _answer(self._engine, entry, self._watch)
+        finally:
+            self.places.release()
+        self._finish(result)
+
+    def _watch(self, delta: Delta) -> None:
+        self.counts.num_tokens += len(delta.token_ids)
+        self._progress(self.counts)
+
+    def _finish(self, result: dict[str, Any]) -> None:
+        self._target.write(json.dumps(result, ensure_ascii=False) + "\n")
+        self._target.flush()
+        self.counts.add(ok=result["error"] is None and result["response"]["status_code"] == 200)
+        self._progress(self.counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Docs:
     def page(self) -> str:
         """For people."""
         template = make_environment().get_template("docs.html")
-        return template.render(page="docs", model=self._model, **docs_variables(make_document()))
+        return template.render(page="api", model=self._model, **docs_variables(make_document()))
 
 
 def docs_blueprint(context: Context) -> Blueprint:

@@ -64,7 +64,13 @@ class TokenizeBody(Body):
     """Body of `POST /tokenize`: a `prompt`, or `messages` to be laid out by the chat template."""
 
     prompt: str | None = Field(None, description="a text, in which control tokens are parsed")
-    messages: Annotated[Any, WithJsonSchema({"type": "array"})] = Field(None, description="or a conversation")
+    messages: Annotated[Any, WithJsonSchema({"type": "array", "x-kind": "list of messages"})] = Field(
+        None, description="or a conversation"
+    )
+    tools: Annotated[Any, WithJsonSchema({"type": "array"})] = Field(None, description="with messages, as in a chat")
+    chat_template_kwargs: Annotated[Any, WithJsonSchema({"type": "object"})] = Field(
+        None, description="with messages, as in a chat"
+    )
     add_special_tokens: bool = Field(True, description="what the tokenizer puts around a text that stands alone")
     add_generation_prompt: bool = Field(True, description="what the template puts before an answer")
     return_token_strs: bool = Field(False, description="the text of each token, too")
@@ -75,9 +81,9 @@ class DetokenizeBody(Body):
 
     model_config = ConfigDict(json_schema_extra={"required": ["tokens"]})
 
-    tokens: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})] = Field(
-        None, description="token ids"
-    )
+    tokens: Annotated[
+        Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "x-kind": "token ids"})
+    ] = Field(None, description="what the text is made of")
 
 
 def fault(param: str, message: str) -> PydanticCustomError:

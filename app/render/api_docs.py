@@ -45,14 +45,17 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Ma
         "path": path,
         "summary": operation["summary"],
         "anchor": operation["operationId"],
-        "body": _rows(body, schemas),
+        "body": _rows(body, schemas, needed_first=True),
         "answer": _rows(content["application/json"]["schema"], schemas),
         "event": _rows(event, schemas),
     }
 
 
-def _rows(reference: Mapping[str, Any] | None, schemas: Mapping[str, Any]) -> list[Parameter]:
-    return [] if reference is None else list(rows_of(_resolve(reference, schemas), schemas))
+def _rows(
+    reference: Mapping[str, Any] | None, schemas: Mapping[str, Any], *, needed_first: bool = False
+) -> list[Parameter]:
+    rows = [] if reference is None else list(rows_of(_resolve(reference, schemas), schemas))
+    return sorted(rows, key=lambda row: not (row.required and "." not in row.name)) if needed_first else rows
 
 
 def rows_of(schema: Mapping[str, Any], schemas: Mapping[str, Any], prefix: str = "") -> Iterator[Parameter]:

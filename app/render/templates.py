@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from app.assets import static_dir, templates_dir
 from app.render import numbers
@@ -28,7 +29,16 @@ def make_environment() -> Environment:
     environment.filters["count"] = numbers.count
     environment.filters["setting"] = numbers.setting
     environment.filters["plural"] = numbers.plural
+    environment.filters["code"] = code
     return environment
+
+
+def code(text: str) -> Markup:
+    """A text in which what stands between backticks is code."""
+    pieces = [
+        Markup("<code>{}</code>").format(piece) if n % 2 else escape(piece) for n, piece in enumerate(text.split("`"))
+    ]
+    return Markup("").join(pieces)
 
 
 def asset(name: str) -> str:

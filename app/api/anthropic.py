@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from pydantic import Field, WithJsonSchema
 
 from app.api.anthropic_answer import MessageEnvelope
-from app.api.bodies import MAX_TOKENS_CEILING, ChatBody
-from app.api.conversation import read_conversation
+from app.api.bodies import MAX_TOKENS_CEILING
 from app.api.kinds import Stops
-from app.api.planning import check_model, plan_chat, require_chat_template
+from app.api.planning import check_model, plan_chat
 from app.api.requests import read_json
 from app.api.schemas import Body, parse_body
-from app.api.tokenize import run_aside
+from app.api.tokenize import encode_chat
 from engine.errors import InvalidRequestError
-from engine.text_guard import strings_in
 
 if TYPE_CHECKING:
     from app.api.planning import Plan
@@ -90,15 +87,8 @@ async def count_tokens(context: Context) -> dict[str, Any]:
     """`POST /v1/messages/count_tokens`: how long the prompt of such a request is, in tokens."""
     engine = context.engine
     body = parse_body(ConversationBody, await read_json())
-    chat = parse_body(ChatBody, conversation_to_chat(engine, body))
-    check_model(engine, chat)
-    template = require_chat_template(engine)
-    prompt = read_conversation(engine, template, chat).prompt
-    num_characters = sum(len(message["content"]) for message in prompt.messages)
-    engine.check_text(num_characters, "messages")
-    encode = partial(template.encode, list(prompt.messages), engine.tokenizer, **prompt.options)
-    length = sum(map(len, strings_in([prompt.messages, prompt.options])))
-    return {"input_tokens": len(await run_aside(encode, length))}
+    check_model(engine, body)
+    return {"input_tokens": len(await encode_chat(engine, conversation_to_chat(engine, body)))}
 
 
 def conversation_to_chat(engine: Engine, body: ConversationBody) -> dict[str, Any]:

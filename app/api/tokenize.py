@@ -7,22 +7,27 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 
-from app.api.messages import parse_messages
+from app.api.bodies import ChatBody
+from app.api.conversation import read_conversation
 from app.api.planning import check_model, parse_token_ids, require_chat_template
 from app.api.requests import read_json
 from app.api.schemas import DetokenizeBody, TokenizeBody, parse_body
 from engine.errors import InvalidRequestError
+from engine.text_guard import strings_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from app.http import Context
+    from engine.engine import Engine
 
 T = TypeVar("T")
 # Beyond this many characters or ids the work is long enough to be felt by the other requests' streams.
 INLINE_SIZE: Final = 4096
 # What a turn costs beside its content.
 TURN_SIZE: Final = 64
+# What of a chat's body makes up its prompt.
+PROMPT_FIELDS: Final = ("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 
 
 async def tokenize(context: Context) -> dict[str, Any]:
@@ -32,27 +37,38 @@ async def tokenize(context: Context) -> dict[str, Any]:
     engine = context.engine
     check_model(engine, body)
     if body.messages is not None:
-        messages = [*parse_messages(body.messages, engine.model.context_length)]
-        template = require_chat_template(engine)
-        encode = partial(template.encode, messages, engine.tokenizer, add_generation_prompt=body.add_generation_prompt)
-        length = sum(len(message["content"]) for message in messages)
-        engine.check_text(length, "messages")
-        tokens = await run_aside(encode, length + TURN_SIZE * len(messages))
+        tokens = await encode_chat(engine, data, add_generation_prompt=body.add_generation_prompt)
     elif body.prompt is not None:
         engine.check_text(len(body.prompt), "prompt")
         encode = partial(engine.tokenizer.encode, body.prompt, parse_control=True, add_special=body.add_special_tokens)
-        tokens = await run_aside(encode, len(body.prompt))
+        tokens = await _run_aside(encode, len(body.prompt))
     else:
         raise InvalidRequestError("Send a 'prompt' or 'messages'.", param="prompt")
     texts = None
     if body.return_token_strs:
-        texts = await run_aside(lambda: [engine.tokenizer.decode([token]) for token in tokens], 8 * len(tokens))
+        texts = await _run_aside(lambda: [engine.tokenizer.decode([token]) for token in tokens], 8 * len(tokens))
     return {
         "count": len(tokens),
         "max_model_len": engine.model.context_length,
         "tokens": tokens,
         "token_strs": texts,
     }
+
+
+async def encode_chat(engine: Engine, data: dict[str, Any], *, add_generation_prompt: bool = True) -> list[int]:
+    """Token ids of the prompt that a chat's body makes.
+
+    Raises:
+        RelevoError: the body's messages, tools or switches are not right, or too long.
+    """
+    template = require_chat_template(engine)
+    chat: dict[str, Any] = {name: data[name] for name in PROMPT_FIELDS if name in data}
+    prompt = read_conversation(engine, template, parse_body(ChatBody, chat)).prompt
+    messages = list(prompt.messages)
+    engine.check_text(sum(len(message["content"]) for message in messages), "messages")
+    length = sum(map(len, strings_in([messages, prompt.options]))) + TURN_SIZE * len(messages)
+    options = {"add_generation_prompt": add_generation_prompt, **prompt.options}
+    return await _run_aside(partial(template.encode, messages, engine.tokenizer, **options), length)
 
 
 async def detokenize(context: Context) -> dict[str, Any]:
@@ -62,9 +78,8 @@ async def detokenize(context: Context) -> dict[str, Any]:
     engine = context.engine
     check_model(engine, body)
     tokens = parse_token_ids(body.tokens, engine.model.context_length, "tokens")
-    return {"prompt": await run_aside(partial(engine.tokenizer.decode, tokens), len(tokens))}
+    return {"prompt": await _run_aside(partial(engine.tokenizer.decode, tokens), len(tokens))}
 
 
-async def run_aside(work: Callable[[], T], size: int) -> T:
-    """Do some work, on another thread where its `size` in characters or ids says that it is long."""
+async def _run_aside(work: Callable[[], T], size: int) -> T:
     return work() if size <= INLINE_SIZE else await trio.to_thread.run_sync(work)

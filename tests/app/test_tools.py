@@ -174,6 +174,15 @@ async def test_results_go_back_to_the_model() -> None:
         assert response.status_code == 200, response.text
 
 
+async def test_the_tokenizers_route_counts_tools_as_the_chat_does() -> None:
+    for template in (FakeChatTemplate(["tools"]), FakeChatTemplate()):
+        async with open_server(chat_template=template) as server:
+            messages = {"messages": [USER, CALLED, RESULT], "tools": [tool()]}
+            counted = (await server.client.post("/tokenize", json=messages)).json()["count"]
+            answer = (await server.client.post(CHAT, json={**messages, "max_tokens": 1})).json()
+            assert counted == answer["usage"]["prompt_tokens"]
+
+
 TEMPLATE = ChatTemplate("{{ messages[0].content }}")
 
 

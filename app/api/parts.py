@@ -151,6 +151,8 @@ def join_parts(parts: Iterable[Part]) -> Message:
 
 def begun_suffix(text: str, mark: str) -> int:
     """How many of the last characters of `text` may be the beginning of `mark`; a whole mark does not count."""
+    if mark[0] not in text[1 - len(mark) :]:
+        return 0
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):
             return size

@@ -11,9 +11,11 @@ import trio
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from app.api.anthropic_answer import PING
+from app.api.generation import HEARTBEAT_SECONDS
 from app.api.translated_answers import MessageAnswer, MessageError, MessageEvent, TokenCount
 from engine.handle import GenerationRequest, TextPrompt
-from tests.app.serving import make_settings, open_server
+from tests.app.serving import Driver, make_settings, open_app, open_server
 from tests.fakes import FakeChatTemplate, expected_output
 
 MESSAGES = "/v1/messages"
@@ -296,6 +298,34 @@ async def test_a_failure_in_a_stream_is_an_event_and_the_end() -> None:
     assert last.startswith("event: error\n")
     assert json.loads(last.split("data: ")[1])["error"]["type"] == "timeout_error"
     assert "message_stop" not in response.text
+
+
+async def test_a_heartbeat_is_a_ping(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app(step_seconds=HEARTBEAT_SECONDS * 1.5) as (app, _), trio.open_nursery() as nursery:
+        driver = Driver(app, MESSAGES, body(stream=True))
+        nursery.start_soon(driver.run)
+        assert await driver.status() == 200
+        received = b""
+        while chunk := await driver.body():
+            received += chunk
+    assert received.count(PING) >= 6
+    assert build(events(received.decode()))["content"] == [{"type": "text", "text": ANSWER}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_frees_the_seat(stream: bool, autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app(step_seconds=0.1) as (app, context), trio.open_nursery() as nursery:
+        driver = Driver(app, MESSAGES, body(stream=stream, max_tokens=400))
+        nursery.start_soon(driver.run)
+        await trio.sleep(1)
+        assert context.engine.num_open == 1
+        if stream:
+            assert await driver.status() == 200
+            await driver.body()
+        driver.leave()
+        await trio.sleep(0.5)
+        assert context.engine.num_open == 0
+        nursery.cancel_scope.cancel()
 
 
 async def test_tokens_are_counted() -> None:

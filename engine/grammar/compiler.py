@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # A compiled grammar takes some kilobytes; one that was made to be large, some megabytes.
 MAX_REMEMBERED: Final = 64
-MAX_AT_ONCE: Final = 2
+# So many are tried at once; those that wait for their turn hold up no plain ones.
+MAX_TRIED: Final = 2
 # On the clock on the wall; of the processor's time the process takes `probe.CPU_SECONDS` at most.
 PROBE_SECONDS: Final = 30.0
 TOO_LARGE: Final = "compiling it takes too much time or memory"
@@ -40,7 +41,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: TokenizerLike) -> None:
         self._vocabulary = Vocabulary(tokenizer)
         self._tokenizer = tokenizer
-        self._turns = trio.CapacityLimiter(MAX_AT_ONCE)
+        self._turns = trio.CapacityLimiter(MAX_TRIED)
         self._known: OrderedDict[GrammarSpec, CompiledGrammar | str] = OrderedDict()
         self._underway: dict[GrammarSpec, trio.Event] = {}
 
@@ -76,8 +77,7 @@ class GrammarCompiler:
             return found
         self._underway[key] = trio.Event()
         try:
-            async with self._turns:
-                result = await self._compile(spec)
+            result = await self._compile(spec)
         finally:
             self._underway.pop(key).set()
         self._known[key] = result
@@ -94,13 +94,17 @@ class GrammarCompiler:
         except (ConstraintError, GbnfToLarkError, RecursionError) as error:
             return shorten(str(error))
         if not spec.plain:
-            with trio.move_on_after(PROBE_SECONDS) as scope:
-                fault = await try_it(source)
-                if fault:
-                    return fault
-            if scope.cancelled_caught:
-                return TOO_LARGE
+            async with self._turns:
+                fault = await self._try(source)
+            if fault:
+                return fault
         return await trio.to_thread.run_sync(self._build, source)
+
+    async def _try(self, source: str) -> str:
+        """What is wrong with a grammar that may be anything; empty where nothing is."""
+        with trio.move_on_after(PROBE_SECONDS):
+            return await try_it(source)
+        return TOO_LARGE
 
     def _source(self, spec: GrammarSpec) -> str:
         """The list of grammars that llguidance takes; the first is the one to begin with."""

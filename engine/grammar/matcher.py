@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 # Of the processor's time one answer may spend in its grammar: so much for each token, and so much ahead of that. What
 # takes longer would hold up everybody, once in each step.
-SECONDS_PER_TOKEN: Final = 0.004
+SECONDS_PER_TOKEN: Final = 0.002
 SECONDS_AHEAD: Final = 0.1
 # What is forced beyond this waits for the next step.
 MAX_FORCED: Final = 1024

@@ -24,7 +24,7 @@ from engine.grammar.spec import (
 )
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import FinishReason, SamplingParams
-from tests.fakes import FakeTokenizer, open_fake_engine
+from tests.fakes import FakeTokenizer, expected_output, open_fake_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,6 +149,21 @@ async def test_others_go_on_while_a_hostile_grammar_is_tried() -> None:
         bound = GenerationRequest("b", text, SamplingParams(), grammar=choice_spec(["yes"], "p"))
         nursery.start_soon(run, "bound", bound)
     assert sorted(ended[:2]) == ["bound", "free"]
+
+
+@pytest.mark.slow
+async def test_an_answer_whose_grammar_takes_too_long_ends_alone() -> None:
+    """Compiled in no time, and ever slower to follow."""
+    spec = lark_spec('start: e\ne: e e e e e e e e | /[a-z ]/ | e "a" e | ', "p")
+    text = TextPrompt("hi")
+    async with open_fake_engine(step_seconds=0.0) as engine:
+        handle = engine.submit(GenerationRequest("h", text, SamplingParams(max_tokens=400), grammar=spec))
+        other = engine.submit(GenerationRequest("f", text, SamplingParams(max_tokens=100)))
+        *_, last = [delta async for delta in handle.deltas()]
+        assert last.finish_reason is FinishReason.ERROR
+        assert "grammar" in (last.error or "")
+        pieces = [delta async for delta in other.deltas()]
+        assert "".join([delta.text for delta in pieces]) == bytes(expected_output(b"hi", 100)).decode()
 
 
 async def test_a_request_that_is_aborted_while_its_grammar_is_compiled_leaves_nothing() -> None:

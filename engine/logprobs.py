@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,34 +17,33 @@ BLOCK = 64
 
 
 class ModelLogits:
-    """One row of logits as the model gave it, before anything is done to it.
+    """Rows of logits as the model gave them.
 
     Args:
-        logits: [V] float32; copied.
-        num_top: how many of the likeliest tokens are told.
+        logits: [R, V] float32; kept, so nobody may change them afterwards.
     """
 
-    def __init__(self, logits: torch.Tensor, num_top: int) -> None:
-        best = float(logits.max())
-        # torch adds in a tree: the float32 sum is off by less than the logits themselves are rounded.
-        total = float((logits - best).exp_().sum()) if math.isfinite(best) else math.nan
-        self._norm = best + math.log(total)
-        self._logits: NDArray[np.float32] = logits.numpy().copy()
-        self._num_top = min(num_top, len(self._logits))
+    def __init__(self, logits: torch.Tensor) -> None:
+        best = logits.amax(-1)
+        # torch adds in a tree: the float32 sum is off by less than the logits are rounded. softmax() is not so exact.
+        total = (logits - best[:, None]).exp_().sum(-1)
+        self._norms: list[float] = (best.double() + total.double().log()).tolist()
+        self._logits: NDArray[np.float32] = logits.numpy()
 
-    def tell(self, token_id: int) -> TokenLogprobs:
-        """What is told of the token that was drawn."""
-        return TokenLogprobs(token_id, float(self._logits[token_id]) - self._norm, self._top())
+    def tell(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """What is told of the token that was drawn for a row, with `num_top` of the likeliest."""
+        logprob = float(self._logits[row, token_id]) - self._norms[row]
+        return TokenLogprobs(token_id, logprob, self._top(row, num_top) if num_top else ())
 
-    def _top(self) -> tuple[tuple[int, float], ...]:
+    def _top(self, row: int, num_top: int) -> tuple[tuple[int, float], ...]:
         """The likeliest, of equal ones the lower id first."""
-        if not self._num_top:
-            return ()
+        logits = self._logits[row]
+        num_top = min(num_top, len(logits))
         # All of them, and more where several are equal or share a block.
-        likely = np.flatnonzero(self._logits >= _reached_by(torch.from_numpy(self._logits), self._num_top))
-        values = self._logits[likely]
-        order = np.lexsort((likely, -values))[: self._num_top]
-        logprobs = values[order].astype(np.float64) - self._norm
+        likely = np.flatnonzero(logits >= _reached_by(torch.from_numpy(logits), num_top))
+        values = logits[likely]
+        order = np.lexsort((likely, -values))[:num_top]
+        logprobs = values[order].astype(np.float64) - self._norms[row]
         return tuple(zip(likely[order].tolist(), logprobs.tolist(), strict=True))
 
 

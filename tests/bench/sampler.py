@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from engine.constraint import ConstraintState
 
-NUM_ROWS, VOCAB_SIZE, ROUNDS = 16, 49_152, 200
+NUM_ROWS, VOCAB_SIZE, ROUNDS = 16, 49_152, 50
 PROMPT: Final = tuple(i * 37 % VOCAB_SIZE for i in range(200))
 OUTPUT: Final = tuple(i * 91 % VOCAB_SIZE for i in range(100))
 

@@ -324,8 +324,59 @@ def test_login_once_then_chat_and_dashboard(page: Page) -> None:
         assert page.evaluate("document.cookie") == ""
 
 
+def test_keys_are_made_copied_and_revoked(page: Page) -> None:
+    with server() as (url, _):
+        page.goto(f"{url}/admin")
+        page.get_by_role("link", name="API keys").click()
+        assert "Making the first key closes it" in page.locator("#access").inner_text()
+        page.fill("#name", "<b>alice</b>")
+        page.fill("#max_concurrent", "4")
+        page.click("#make")
+        page.get_by_text("shown this once").wait_for()
+        secret = page.input_value("#secret")
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.click("#copy")
+        page.get_by_text("Copied").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == secret
+        status = "fetch('/v1/models', {headers: {Authorization: 'Bearer %s'}}).then(a => a.status)"
+        assert page.evaluate(status % secret) == 200
+        assert page.evaluate(status % "other") == 401
+        # Loading the page again neither makes another key nor shows the secret.
+        page.reload()
+        assert page.locator("#secret").count() == 0
+        assert page.locator("#keys li").count() == 1
+        item = page.locator("#keys li").first
+        assert "<b>alice</b>" in item.inner_text()
+        assert re.search("4 at once.*last used", item.inner_text(), re.DOTALL)
+        page.fill("#name", "<b>alice</b>")
+        page.press("#name", "Enter")
+        page.locator("#name-error").get_by_text("There is a key called").wait_for()
+        item.locator("summary").click()
+        item.get_by_role("button", name="Revoke this key").click()
+        page.get_by_text("No key is valid").wait_for()
+        assert page.evaluate(status % secret) == 401
+        page.locator(".gone summary").click()
+        page.get_by_role("button", name="Forget them and open the API").click()
+        until(page, "document.querySelector('#access').textContent.includes('No key is needed yet')")
+        assert page.evaluate(status % "anything") == 200
+
+
+def test_keys_are_made_and_revoked_without_javascript(browser: Browser) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    with server() as (url, _):
+        page.goto(f"{url}/admin/keys")
+        page.fill("#name", "bob")
+        page.press("#name", "Enter")
+        assert page.input_value("#secret").startswith("sk-relevo-")
+        page.locator("#keys summary").click()
+        page.get_by_role("button", name="Revoke this key").click()
+        assert "nobody can use the API" in page.locator("#access").inner_text()
+    context.close()
+
+
 @pytest.mark.parametrize("width", [360, 390, 768, 1440, 1920])
-@pytest.mark.parametrize("path", ["/", "/ops", "/admin", "/login", "/nowhere"])
+@pytest.mark.parametrize("path", ["/", "/ops", "/admin", "/admin/keys", "/login", "/nowhere"])
 def test_nothing_is_wider_than_the_window(browser: Browser, base: str, path: str, width: int) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800})
     page.goto(base + path)

@@ -21,7 +21,9 @@ import engine.loading.fetch
 from app.cli import main
 from app.cli.progress import Progress
 from app.cli.pull import with_model
-from app.config import load_settings
+from app.config import KeyLimits, load_settings
+from app.key_store import FILE_NAME, open_store
+from app.keys import Digests
 from engine.errors import EngineError, ModelFileError
 from tests.fakes import fake_config, open_fake_engine
 
@@ -176,6 +178,26 @@ def test_a_model_of_ones_own_goes_by_its_files_name(run: Any, tmp_path: Path) ->
     path.write_bytes(b"x")
     settings = with_model(load_settings(flags={"model.name": str(path)}))
     assert (settings.model.name, settings.server.served_model_name) == (str(path), None)
+
+
+@pytest.mark.usefixtures("no_fetch")
+def test_keys_that_were_made_before_count_beyond_loopback(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def serve(_: Settings) -> int:
+        return 0
+
+    monkeypatch.setattr(app.server, "serve", serve)
+    words = ("serve", "--host", "0.0.0.0", "--port", 0, "--admin-token", "t", "--state-dir", tmp_path)
+    assert run(*words)[0] == 2
+    store = open_store(tmp_path).store
+    assert store is not None
+    store.add("alice", Digests.of("secret"), KeyLimits(), 0.0)
+    store.close()
+    assert run(*words)[0] == 0
+    (tmp_path / FILE_NAME).write_bytes(b"no database at all")
+    code, _, err = run(*words)
+    assert (code, "cannot be read" in one_line(err)) == (2, True)
 
 
 @pytest.mark.usefixtures("no_fetch")

@@ -142,6 +142,7 @@ class Scheduler:
         told: dict[int, list[TokenLogprobs]] = {}
         update = StepUpdate([], [], told)
         live, failures, logprobs, forced = self._live, output.failures, output.logprobs, output.forced
+        has_more = bool(logprobs or forced)
         num_dropped = 0
         columns = zip(batch.sequence_ids, batch.starts, batch.counts, batch.samples, output.token_ids, strict=True)
         for row, (sequence_id, start, count, samples, token_id) in enumerate(columns):
@@ -164,20 +165,18 @@ class Scheduler:
                 update.tokens.append((sequence_id, token_id))
                 if token_id in sequence.stop_token_ids or len(sequence.token_ids) >= sequence.end_length:
                     self._end_if_due(sequence, update)
-                if row in logprobs:
-                    told[sequence_id] = [logprobs[row]]
-                if row in forced:
-                    self._add_forced(sequence, forced[row], update)
+                if has_more:
+                    if row in logprobs:
+                        told[sequence_id] = [logprobs[row]]
+                    self._add_forced(sequence, forced.get(row, ()), update)
         self.counters.count_step(batch, num_dropped)
         return update
 
     def fail(self, batch: ScheduledBatch, error: str) -> StepUpdate:
         """End every sequence of a batch whose step failed."""
         update = StepUpdate([], [])
-        for sequence_id in batch.sequence_ids:
-            sequence = self._live.get(sequence_id)
-            if sequence is not None:
-                self._end(sequence, FinishReason.ERROR, update, error)
+        for sequence in filter(None, map(self._live.get, batch.sequence_ids)):
+            self._end(sequence, FinishReason.ERROR, update, error)
         return update
 
     def check_integrity(self) -> None:

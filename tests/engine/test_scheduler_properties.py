@@ -77,6 +77,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = tuple((family + i) % 256 for i in range(length))
         self.simulation.add_prompt(prompt, SamplingParams(max_tokens=max_tokens), cache_root=root)
 
+    @rule(data=st.data(), max_tokens=st.integers(1, 20))
+    def add_follower(self, data: st.DataObject, max_tokens: int) -> None:
+        """Another answer to a prompt that somebody has asked before, whatever has become of that one."""
+        if self.simulation.sequences:
+            leader = self.simulation.sequences[data.draw(st.sampled_from(sorted(self.simulation.sequences)))]
+            self.simulation.add_prompt(
+                leader.prompt_token_ids,
+                SamplingParams(max_tokens=max_tokens),
+                key_name=leader.key_name,
+                background=leader.background,
+                priority=leader.priority,
+                cache_root=leader.cache_root,
+                leader=leader,
+            )
+
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         if self.simulation.sequences:
@@ -110,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         seated = [sequence for sequence in self.simulation.sequences.values() if sequence.first_seated_time is not None]
         for sequence in self.simulation.scheduler.waiting:
-            if sequence.first_seated_time is None:
+            if sequence.first_seated_time is None and sequence.leader is None:
                 passed = [s for s in seated if s.sequence_id > sequence.sequence_id and line_of(s) == line_of(sequence)]
                 assert len(passed) <= MAX_OVERTAKEN
 

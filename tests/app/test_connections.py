@@ -348,10 +348,10 @@ async def test_200_random_requests_end_right_and_leave_nothing(
         submitted = 0
         submit = server.engine.submit
 
-        def count(request: GenerationRequest) -> Handle:
+        def count(request: GenerationRequest, after: Handle | None = None) -> Handle:
             nonlocal submitted
             submitted += 1
-            return submit(request)
+            return submit(request, after)
 
         monkeypatch.setattr(server.engine, "submit", count)
         rounds = [await ask_200(server) for _ in range(3)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from app.api.errors import ApiError
-from app.key_store import StateError, open_store
+from app.key_store import NameTakenError, StateError, open_store
 from app.keys import Digests, Keyring, make_secret
 
 if TYPE_CHECKING:
@@ -63,12 +63,15 @@ class KeyService:
         """
         store = self._writable()
         if self.keyring.get(name) is not None:
-            raise ApiError(409, f"There is a key called {name!r} already.", param="name", code="name_taken")
+            raise _name_taken(name)
         if len(self.keyring) >= MAX_KEYS:
             message = f"There are {MAX_KEYS} keys, which is as many as are kept; forget those that were revoked."
             raise ApiError(409, message, code="too_many_keys")
         secret = make_secret()
-        await self._change(store, partial(store.add, name, Digests.of(secret), limits, time.time()))
+        try:
+            await self._change(store, partial(store.add, name, Digests.of(secret), limits, time.time()))
+        except NameTakenError:
+            raise _name_taken(name) from None
         record = self.keyring.get(name)
         if record is None:
             raise ApiError(409, f"Another server has just revoked the key {name!r}.", param="name", code="name_taken")
@@ -153,9 +156,15 @@ class KeyService:
 
         try:
             records = await trio.to_thread.run_sync(work, limiter=self._one_at_a_time)
+        except NameTakenError:
+            raise
         except StateError as error:
             raise ApiError(503, f"It could not be written down: {error}.", code="state_unwritable") from None
         self.keyring.set_made(records)
+
+
+def _name_taken(name: str) -> ApiError:
+    return ApiError(409, f"There is a key called {name!r} already.", param="name", code="name_taken")
 
 
 @asynccontextmanager

@@ -47,6 +47,10 @@ class StateError(Exception):
     """What should be kept cannot be written; the message says why."""
 
 
+class NameTakenError(StateError):
+    """A valid key of that name is on the disk already: another server on the same folder has made it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """What was found in a folder.
@@ -84,15 +88,18 @@ class KeyStore:
             Its number, which no other key ever gets.
 
         Raises:
-            StateError: it cannot be written, or another process has just taken the name.
+            StateError: it cannot be written, or the name is taken.
         """
         values = (name, digests.key, digests.cookie, *_limit_values(limits), now)
         with _told(), self._connection:
-            cursor = self._connection.execute(
-                "INSERT INTO keys (name, key_digest, cookie_digest, max_concurrent, requests_per_minute, "
-                "tokens_per_minute, created) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                values,
-            )
+            try:
+                cursor = self._connection.execute(
+                    "INSERT INTO keys (name, key_digest, cookie_digest, max_concurrent, requests_per_minute, "
+                    "tokens_per_minute, created) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    values,
+                )
+            except sqlite3.IntegrityError:
+                raise NameTakenError(name) from None
         return int(cursor.lastrowid or 0)
 
     def revoke(self, key_id: int, now: float) -> None:

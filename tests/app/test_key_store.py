@@ -73,6 +73,8 @@ async def test_another_server_on_the_same_folder_learns_of_it(tmp_path: Path, mo
     monkeypatch.setattr(key_service, "SYNC_SECONDS", 0.05)
     async with serve(tmp_path) as one, serve(tmp_path) as two:
         secret = await make(one, "alice")
+        taken = await two.client.post("/admin/keys", json={"name": "alice"})
+        assert (taken.status_code, taken.json()["error"]["code"]) == (409, "name_taken")
         with trio.fail_after(5):
             while await asks(two, secret) != 200 or await asks(two) != 401:
                 await trio.sleep(0.02)

@@ -111,11 +111,39 @@ async def test_an_answer_without_a_call_is_text() -> None:
     assert whole.choices[0].finish_reason == "stop"
 
 
+FULL = '<think>H</think>S <tool_call>{"name": "weather", "arguments": {"a": 1}}</tool_call>\nD'
+LENGTHS = [*range(1, 41), *range(41, len(FULL), 7), len(FULL) + 1]
+
+
+@pytest.mark.parametrize("stop", [None, ["weather"], ["</tool_call>\n"]])
+async def test_streamed_and_whole_agree_for_every_length(stop: Any) -> None:
+    async with open_server(answer=lambda prompt: FULL.encode(), limits={"enable_prefix_caching": False}) as server:
+        for max_tokens in LENGTHS if stop is None else LENGTHS[::6]:
+            body = chat_body(tools=[tool()], max_tokens=max_tokens, stop=stop, logprobs=True)
+            response = await server.client.post(CHAT, json=body)
+            whole = ChatCompletion.model_validate(response.json(), strict=True)
+            streaming = body | {"stream": True, "stream_options": {"include_usage": True}}
+            streamed = await server.client.post(CHAT, json=streaming)
+            *chunks, last, done = events(streamed.text)
+            assert done == "[DONE]"
+            assert last["usage"] == response.json()["usage"]
+            parsed = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
+            assert joined(parsed) == shape(whole)
+            entries = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+            told = [entry["token"] for logprobs in entries for entry in logprobs["content"]]
+            assert told == [entry["token"] for entry in response.json()["choices"][0]["logprobs"]["content"]]
+    if stop is None:
+        assert shape(whole)["reason"] == "tool_calls"
+        assert shape(whole)["content"] == "SD"
+
+
 @pytest.mark.parametrize("max_tokens", range(1, len(CALL) + 3, 5))
-async def test_an_answer_that_is_cut_off_agrees_too(max_tokens: int) -> None:
+async def test_an_answer_that_is_cut_off_within_a_call_is_text(max_tokens: int) -> None:
     whole, chunks = await ask(CALL, max_tokens=max_tokens)
     assert shape(whole) == joined(chunks)
     assert whole.choices[0].finish_reason == ("length" if max_tokens <= len(CALL) else "tool_calls")
+    if max_tokens < len(CALL):
+        assert whole.choices[0].message.content == CALL[:max_tokens]
 
 
 async def test_none_tells_the_model_nothing_and_reads_no_calls() -> None:

@@ -246,10 +246,10 @@ def test_a_constraint_that_fails_ends_its_own_row_alone(at: str) -> None:
 
 
 def test_forced_tokens_are_counted_like_drawn_ones() -> None:
-    params = replace(GREEDY, frequency_penalty=3.0, constraint=OneOf((b"abba", b"abb!")))
+    params = replace(GREEDY, frequency_penalty=3.0, constraint=OneOf((b"abbb", b"abb!")))
     extra, logits = Extras(params, [], 0, VOCAB_SIZE), torch.zeros(VOCAB_SIZE)
     extra.adjust(logits, np.array([EOS]))
     assert extra.take(ord("a")) == (*b"bb",)
     logits = torch.zeros(VOCAB_SIZE)
     extra.adjust(logits, np.array([EOS]))
-    assert (logits[ord("a")], logits[ord("!")], logits[ord("b")]) == (-3.0, 0.0, -math.inf)
+    assert (logits[ord("a")], logits[ord("!")], logits[ord("b")]) == (-math.inf, 0.0, -6.0)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, TextIO
 import trio
 
 from app.api.errors import describe
-from app.api.planning import CHAT_URL, COMPLETION_URL
 from app.api.schemas import parse_json_object
-from app.offline import answer, plan_whole
+from app.offline import PLANS, answer, plan_whole
 from engine.errors import ConfigError, InvalidRequestError, RelevoError
 
 if TYPE_CHECKING:
@@ -247,8 +246,8 @@ def _read_entry(line: bytes | None, taken: set[str]) -> _Entry:
         raise _WrongLineError(f"The 'custom_id' {custom_id!r} is that of an earlier line.", custom_id)
     if entry.get("method", "POST") != "POST":
         raise _WrongLineError("'method' must be POST.", custom_id)
-    if url not in (CHAT_URL, COMPLETION_URL):
-        raise _WrongLineError(f"'url' must be {CHAT_URL} or {COMPLETION_URL}.", custom_id)
+    if not isinstance(url, str) or url not in PLANS:
+        raise _WrongLineError(f"'url' must be one of {', '.join(PLANS)}.", custom_id)
     if not isinstance(body, dict):
         raise _WrongLineError("'body' must be an object.", custom_id)
     return _Entry(custom_id, url, body)

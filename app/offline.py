@@ -9,7 +9,9 @@ import trio
 
 from app.api.gathering import Gathering, Whole
 from app.api.generation import ending_error, failure_of
-from app.api.planning import plan
+from app.api.planning import CHAT_URL, COMPLETION_URL, plan_chat, plan_completion
+from app.api.responses import RESPONSES_URL, plan_response
+from app.callers import NOBODY
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.sequence import FinishReason
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from engine.outbox import Delta
 
 RETRY_SECONDS: Final = 0.1
+# The routes whose requests may stand in a file.
+PLANS: Final = {CHAT_URL: plan_chat, COMPLETION_URL: plan_completion, RESPONSES_URL: plan_response}
 
 
 def plan_whole(engine: Engine, url: str, data: dict[str, Any]) -> Plan:
@@ -30,7 +34,7 @@ def plan_whole(engine: Engine, url: str, data: dict[str, Any]) -> Plan:
     Raises:
         RelevoError: what the route would have answered instead.
     """
-    planned = plan(engine, url, data)
+    planned = PLANS[url](engine, data, NOBODY)
     if planned.body.stream:
         raise InvalidRequestError("'stream' has no place in a batch file; leave it out.", param="stream")
     return planned

@@ -75,7 +75,9 @@ def run(options: argparse.Namespace) -> int:
     # A file that cannot be written is told of before the model is loaded.
     options.output.open("w" if options.restart else "a").close()
     earlier = batch.read_earlier(options.output)
-    return trio.run(_answer_file, with_model(settings).engine_config(), options, earlier, total)
+    config = with_model(settings).engine_config()
+    with _told_when_interrupted(options.output):
+        return trio.run(_answer_file, config, options, earlier, total)
 
 
 async def _answer_prompt(config: EngineConfig, options: argparse.Namespace) -> int:
@@ -119,7 +121,6 @@ async def _answer_file(config: EngineConfig, options: argparse.Namespace, earlie
             options.input.open("rb") as source,
             options.output.open("a", encoding="utf-8") as target,
             Progress("Answering", unit="lines") as progress,
-            _told_when_interrupted(options.output),
         ):
             counts = await batch.run_batch(
                 engine,
@@ -143,5 +144,5 @@ def _told_when_interrupted(output: Path) -> Iterator[None]:
     try:
         yield
     except* KeyboardInterrupt:
-        print(f"\ninterrupted; the same command goes on with what is in {output}", file=sys.stderr)
+        print(f"interrupted; the same command goes on with what is in {output}", file=sys.stderr)
         raise

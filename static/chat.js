@@ -44,6 +44,18 @@
     view.facts.replaceChildren(...list.filter(Boolean).map((text) => element("span", "", text)));
   }
 
+  // What the model thinks before it answers: open while it does, and folded away when it is done.
+  function think(view, text) {
+    if (!view.thought) {
+      view.thinking = element("details", "thinking");
+      view.thinking.open = true;
+      view.thought = element("div", "thought");
+      view.thinking.append(element("summary", "", "Thinking"), view.thought);
+      view.item.insertBefore(view.thinking, view.body);
+    }
+    view.thought.textContent = text;
+  }
+
   function seconds(ms) {
     return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`;
   }
@@ -115,12 +127,16 @@
   }
 
   async function readAnswer(response, view, begun) {
-    const got = { text: "", pieces: 0, first: null, last: null, usage: null, finish: null, done: false, error: null };
+    const got = { text: "", thinking: "", pieces: 0, first: null, last: null, usage: null, finish: null, done: false, error: null };
     let painted = false;
     const paint = () => {
       painted = false;
       const follow = nearBottom();
-      view.body.textContent = got.text;
+      if (got.thinking) think(view, got.thinking);
+      if (got.text) {
+        if (view.thinking && !view.body.textContent) view.thinking.open = false;
+        view.body.textContent = got.text;
+      }
       if (follow) toBottom();
     };
     try {
@@ -131,13 +147,15 @@
         if (chunk.usage) got.usage = chunk.usage;
         const choice = chunk.choices[0];
         if (choice?.finish_reason) got.finish = choice.finish_reason;
-        if (!choice?.delta?.content) continue;
+        const { content = "", reasoning_content: thinking = "" } = choice?.delta ?? {};
+        if (!content && !thinking) continue;
         got.last = performance.now();
         if (got.first === null) {
           got.first = got.last;
           facts(view, [`${seconds(got.first - begun)} to first token`]);
         }
-        got.text += choice.delta.content;
+        got.text += content ?? "";
+        got.thinking += thinking ?? "";
         got.pieces += 1;
         if (!painted) { painted = true; requestAnimationFrame(paint); }
       }

@@ -228,6 +228,30 @@ def test_errors_are_told_in_words(page: Page, base: str) -> None:
     page.locator("#log .assistant").last.locator(".facts").get_by_text("5 tokens", exact=True).wait_for()
 
 
+def test_thinking_is_shown_apart_and_folded_away(page: Page, base: str) -> None:
+    page.goto(base)
+    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "<b>Hm"}, {"reasoning_content": ", so."}]
+
+    def answer(*more: dict[str, str]) -> Any:
+        chunks = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in (*deltas, *more)]
+        events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        return lambda route: route.fulfill(content_type="text/event-stream", body=events + "data: [DONE]\n\n")
+
+    page.route("**/v1/chat/completions", answer())
+    shown = ask(page, "hello", 5)
+    shown.locator(".note").wait_for()
+    assert shown.locator(".thought").inner_text() == "<b>Hm, so."  # open: there is nothing else to see
+    page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", answer({"content": "Yes."}))
+    shown = ask(page, "hello", 5)
+    shown.get_by_text("Yes.").wait_for()
+    assert not shown.locator(".thought").is_visible()
+    shown.get_by_text("Thinking").click()
+    assert shown.locator(".thought").is_visible()
+    assert shown.locator(".text").inner_text() == "Yes."
+    page.unroute("**/v1/chat/completions")
+
+
 def test_settings_are_kept(page: Page, base: str) -> None:
     page.goto(base)
     page.fill("#system", "Be brief.")

@@ -317,6 +317,9 @@ def test_a_progress_bar_is_drawn_on_terminals_only(
         progress(0, 0)
         progress(98_362_432, 98_362_432)
     drawn = capsys.readouterr().err
+    with Progress("Answering", unit="lines") as progress:
+        progress(5, 20, "12.5 tokens/s")
+    assert " 25%  5 of 20 lines  12.5 tokens/s\n" in capsys.readouterr().err
     assert "100%  98.4 MB of 98.4 MB" in drawn
     assert drawn.endswith("\n")
 

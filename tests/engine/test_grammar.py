@@ -102,7 +102,7 @@ async def test_neighbours_are_not_changed_and_do_no_more_steps() -> None:
 
 async def test_an_answer_that_is_cut_ends_with_length() -> None:
     whole = ask(schema_spec(PERSON, "p"), 1)
-    async with open_fake_engine() as engine:
+    async with open_fake_engine(step_seconds=0.0) as engine:
         spec = schema_spec(PERSON, "p")
         texts = {}
         for limit in range(1, 40):
@@ -120,7 +120,7 @@ async def test_an_answer_that_is_cut_ends_with_length() -> None:
 
 
 async def test_forced_tokens_cost_no_steps() -> None:
-    async with open_fake_engine() as engine:
+    async with open_fake_engine(step_seconds=0.0) as engine:
         request = GenerationRequest(
             "r", TextPrompt("hi"), SamplingParams(), grammar=choice_spec(["a long text that can only be this"], "p")
         )

@@ -153,6 +153,8 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
     @app.after_request
     async def finish(response: Response) -> Response:
         response.headers[HEADER] = g.get("request_id") or choose_request_id(None)
+        if request.path.startswith(MESSAGES_URL):
+            response.headers["Request-Id"] = response.headers[HEADER]  # where clients of Anthropic's API look
         for name, value in SECURITY_HEADERS.items():
             response.headers.setdefault(name, value)
         cors.add_headers(request, response.headers)

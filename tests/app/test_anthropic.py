@@ -342,6 +342,7 @@ async def test_their_client() -> None:
     def work(url: str) -> None:
         with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
             message = client.messages.create(**body())
+            assert message._request_id is not None
             assert message.content[0].type == "text"
             assert message.content[0].text == ANSWER
             with client.messages.stream(**body()) as stream:

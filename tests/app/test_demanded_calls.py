@@ -74,6 +74,22 @@ async def test_thinking_comes_before_a_demanded_call() -> None:
     assert "tool_calls" not in message
 
 
+@pytest.mark.parametrize("opening", ["<think>", ""])
+async def test_a_call_that_was_thought_about(opening: str) -> None:
+    """Whether the prompt begins the thinking or the model itself does."""
+    template = FakeChatTemplate(["tools"], opening=opening)
+    template.source = "<think>"
+    begin = "" if opening else "<think>"
+    call = '{"name": "heat", "arguments": {"unit": "celsius", "warm": true}}'
+    whole, chunks = await ask(
+        f"{begin}It is {{warm}}.</think>{call}", template=template, tools=TOOLS, tool_choice="required"
+    )
+    assert shape(whole) == joined(chunks)
+    assert shape(whole)["reasoning_content"] == "It is {warm}."
+    assert shape(whole)["calls"] == [["heat", '{"unit": "celsius", "warm": true}']]
+    assert shape(whole)["reason"] == "tool_calls"
+
+
 async def test_a_demanded_call_and_another_form_are_two_things() -> None:
     async with open_server() as server:
         body = chat_body(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"})

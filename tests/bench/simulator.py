@@ -76,9 +76,7 @@ async def main(bench: Path | None) -> None:
     for speed, pairs in errors.items():
         for column, name in enumerate(("throughput", "TTFT p95")):
             values = [abs(error[column]) for error in pairs]
-            print(
-                f"speed {speed}: {name} off by {median(values):.1%} (median of {len(values)}), {max(values):.1%} at most"
-            )
+            print(f"{speed}: {name} off by {median(values):.1%} (median of {len(values)}), {max(values):.1%} at most")
 
 
 def workload(seed: int, rate: float | None) -> Workload:

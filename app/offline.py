@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from app.api.planning import Plan
     from engine.engine import Engine
-    from engine.handle import GenerationRequest, Handle
+    from engine.handle import Handle
     from engine.outbox import Delta
 
 RETRY_SECONDS: Final = 0.1
@@ -40,28 +40,8 @@ def plan_whole(engine: Engine, url: str, data: dict[str, Any]) -> Plan:
     return planned
 
 
-async def submit_patiently(engine: Engine, request: GenerationRequest) -> Handle:
-    """Hand in a request, again and again while the queue is full.
-
-    Raises:
-        RequestError: it can never be served as it stands.
-    """
-    while True:
-        try:
-            handle = engine.submit(request)
-            try:
-                await handle.accepted()
-            except trio.Cancelled:
-                handle.abort("timeout")
-                raise
-        except QueueFullError:
-            await trio.sleep(RETRY_SECONDS)
-        else:
-            return handle
-
-
 async def follow(engine: Engine, job: Plan, take: Callable[[int, Delta], object]) -> None:
-    """Answer one request, handing over each piece with the index of its choice.
+    """Answer one request, handing over each piece with the index of its choice. A full queue is waited for.
 
     Raises:
         RelevoError: it could not be served, or not to its end.
@@ -69,13 +49,16 @@ async def follow(engine: Engine, job: Plan, take: Callable[[int, Delta], object]
     seconds = math.inf if job.body.timeout is None else job.body.timeout
     handles: list[Handle] = []
     num_open = len(job.requests)
+    gathering = Gathering(())
     with trio.move_on_after(seconds):
         try:
-            for request in job.requests:
-                handles.append(await submit_patiently(engine, request))
-            gathering = Gathering(handles)
             while num_open:
-                for index, delta in await gathering.take():
+                # Choices that came in are read while the others wait for room, or they would count as slow readers.
+                while len(handles) < len(job.requests) and await _hand_in(engine, job, handles):
+                    gathering.add(handles[-1])
+                some_wait = len(handles) < len(job.requests)
+                until = trio.current_time() + RETRY_SECONDS if some_wait else math.inf
+                for index, delta in await gathering.take(until):
                     take(index, delta)
                     error = failure_of(delta)
                     if error is not None:
@@ -87,6 +70,26 @@ async def follow(engine: Engine, job: Plan, take: Callable[[int, Delta], object]
                 handle.abort("timeout")
     if num_open:
         raise ending_error(FinishReason.ABORT, "timeout")
+
+
+async def _hand_in(engine: Engine, job: Plan, handles: list[Handle]) -> bool:
+    """Hand in the next choice and add it to `handles`; false when the queue is full.
+
+    Raises:
+        RequestError: it can never be served as it stands.
+    """
+    index = len(handles)
+    first = index - index % job.body.n
+    try:
+        handles.append(engine.submit(job.requests[index], after=handles[first] if first < index else None))
+    except QueueFullError:
+        return False
+    try:
+        await handles[-1].accepted()
+    except QueueFullError:
+        handles.pop()
+        return False
+    return True
 
 
 async def stream(engine: Engine, job: Plan, write: Callable[[str], object]) -> None:

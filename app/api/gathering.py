@@ -25,14 +25,19 @@ class Gathering:
     """Reads several handles as one.
 
     Args:
-        handles: a choice each.
+        handles: a choice each, in the order of their indices.
     """
 
     def __init__(self, handles: Sequence[Handle]) -> None:
-        self.handles = tuple(handles)
+        self.handles: list[Handle] = []
         self._news = trio.Event()
         for handle in handles:
-            handle.outbox.on_news = self._ring
+            self.add(handle)
+
+    def add(self, handle: Handle) -> None:
+        """One more choice."""
+        self.handles.append(handle)
+        handle.outbox.on_news = self._ring
         self._ring()  # something may have come before
 
     async def take(self, until: float = math.inf) -> list[tuple[int, Delta]]:

@@ -77,9 +77,9 @@ def memory_variables(scene: Scene) -> dict[str, Any]:
 
 
 def _short(request_id: str) -> str:
-    """Ids of our own making are recognised by their first eight digits."""
-    own = re.fullmatch(r"(chatcmpl|cmpl)-([0-9a-f]{8})[0-9a-f]+", request_id)
-    return own[2] if own else request_id
+    """Ids of our own making are recognised by their first eight digits, and the number of the choice."""
+    own = re.fullmatch(r"(?:chatcmpl|cmpl)-([0-9a-f]{8})[0-9a-f]+(-\d+)?", request_id)
+    return own[1] + (own[2] or "") if own else request_id
 
 
 def _seated(entry: Mapping[str, Any]) -> bool:

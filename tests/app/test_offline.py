@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import trio
 
 from app import offline
 from app.api.planning import COMPLETION_URL
 from engine.errors import InvalidRequestError
-from tests.fakes import open_fake_engine
+from tests.fakes import expected_output, fake_config, open_fake_engine
 
 
 async def test_a_prompt_is_streamed_as_it_comes(autojump_clock: object) -> None:
@@ -19,3 +22,21 @@ async def test_a_prompt_is_streamed_as_it_comes(autojump_clock: object) -> None:
         with pytest.raises(InvalidRequestError, match="temperature"):
             offline.plan_whole(engine, COMPLETION_URL, body | {"temperature": 9})
     assert "".join(pieces) == whole["choices"][0]["text"]
+
+
+async def test_choices_wait_for_room_and_those_that_have_some_are_read(autojump_clock: object) -> None:
+    """The queue holds three, four requests of three choices want in, and a reader may be slow for half a second."""
+    config = fake_config(max_num_seqs=1, max_waiting=3, slow_client_seconds=0.5)
+    body = {"prompt": ["abc"], "n": 3, "max_tokens": 100}
+    answers: list[dict[str, Any]] = []
+    async with open_fake_engine(config) as engine:
+
+        async def ask() -> None:
+            answers.append(await offline.answer(engine, offline.plan_whole(engine, COMPLETION_URL, body)))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(ask)
+        assert engine.num_open == 0
+    text = bytes(expected_output(b"abc", 100)).decode()
+    assert [[choice["text"] for choice in answer["choices"]] for answer in answers] == [[text] * 3] * 4

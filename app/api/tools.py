@@ -223,21 +223,24 @@ def instruct(tooling: Tooling) -> str:
 
 
 def _in_plain_words(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls and results as ordinary turns; adjacent results are one, since many templates want turns to alternate."""
+    """Calls and results as ordinary turns.
+
+    Results, and what the user says to them, are one turn: many templates want the two sides to alternate.
+    """
     plain: list[dict[str, Any]] = []
-    before = None
+    after_result = False
     for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "tool":
+        content = message["content"]
+        said = message
+        if message["role"] == "tool":
             content = f"Result of {message['name']}: {content}"
-            if before == "tool":
-                plain[-1] = {"role": "user", "content": f"{plain[-1]['content']}\n{content}"}
-            else:
-                plain.append({"role": "user", "content": content})
+            said = {"role": "user", "content": content}
         elif calls := message.get("tool_calls"):
             lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
-            plain.append({"role": role, "content": "\n".join([*([content] if content else []), *lines])})
-        else:
-            plain.append(message)
-        before = role
+            content = "\n".join([*([content] if content else []), *lines])
+            said = {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
+        if said["role"] == "user" and after_result:
+            said = {"role": "user", "content": f"{plain.pop()['content']}\n{content}"}
+        plain.append(said)
+        after_result = message["role"] == "tool"
     return plain

@@ -200,7 +200,7 @@ async def test_a_conversation_with_tools_is_laid_out() -> None:
         assert response.status_code == 200, response.text
     assert seen[-1] == (
         f'|brief|a\nb|see\n{CALL}\n{{"name": "weather", "arguments": {{}}}}|'
-        "Result of weather: sunny\nResult of weather: Error: no|and?|"
+        "Result of weather: sunny\nResult of weather: Error: no\nand?|"
     )
 
 

@@ -219,19 +219,27 @@ def test_calls_and_results_in_plain_words() -> None:
         [
             {"role": "system", "content": "Be brief."},
             USER,
-            {"role": "assistant", "content": "Let me see.", "tool_calls": [call(), call(call_id="c2")]},
+            {
+                "role": "assistant",
+                "content": "Let me see.",
+                "reasoning_content": "Hm.",
+                "tool_calls": [call(), call(call_id="c2")],
+            },
             RESULT,
             {**RESULT, "tool_call_id": "c2"},
+            USER,
+            USER,
         ],
         100,
     )
     tooling = parse_tooling([tool()], "auto", None)
     told, options = tell_tools(messages, tooling, TEMPLATE)
     assert options == {}
-    assert [message["role"] for message in told] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in told] == ["system", "user", "assistant", "user", "user"]
     assert told[0]["content"].startswith("Be brief.\n\nYou can call these functions:")
+    assert told[2]["reasoning_content"] == "Hm."
     assert told[2]["content"].splitlines() == ["Let me see.", CALL, CALL]
-    assert told[3]["content"] == "Result of weather: sunny\nResult of weather: sunny"
+    assert told[3]["content"] == "Result of weather: sunny\nResult of weather: sunny\nHow is it?"
     assert tell_tools((USER,), Tooling(), TEMPLATE) == ((USER,), {})
 
 

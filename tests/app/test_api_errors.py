@@ -371,4 +371,6 @@ async def test_odd_paths_and_hosts_reach_nothing_unjudged() -> None:
                         received += chunk
                 status = received[9:12]  # to the end: `Connection: close` is kept
                 assert status in (b"400", b"401", b"404"), (target, host, received)
+                if received.endswith(b"}"):  # what is no HTTP at all is answered before there is an application
+                    assert b"x-request-id: " in received.lower()
                 await stream.aclose()

@@ -400,7 +400,7 @@ def test_keys_are_made_and_revoked_without_javascript(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("width", [360, 390, 768, 1440, 1920])
-@pytest.mark.parametrize("path", ["/", "/ops", "/admin", "/admin/keys", "/login", "/nowhere"])
+@pytest.mark.parametrize("path", ["/", "/ops", "/admin", "/admin/keys", "/docs", "/login", "/nowhere"])
 def test_nothing_is_wider_than_the_window(browser: Browser, base: str, path: str, width: int) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800})
     page.goto(base + path)

@@ -144,7 +144,7 @@ def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], se
         token_ids = sample(logits, rows, seats, positions)
         return Drawn(token_ids, failures=_broken(token_ids))
     telling = [row for row, _, extra in asking if extra.num_logprobs is not None]
-    own = ModelLogits(logits[telling]) if telling else None
+    own = ModelLogits(logits, telling) if telling else None
     logprobs: dict[int, TokenLogprobs] = {}
     forced: dict[int, tuple[int, ...]] = {}
     failures: dict[int, str] = {}
@@ -164,7 +164,7 @@ def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], se
             if following := extra.take(token_id):
                 forced[row] = following
             if own is not None and extra.num_logprobs is not None:
-                logprobs[row] = own.tell(telling.index(row), token_id, extra.num_logprobs)
+                logprobs[row] = own.tell(row, token_id, extra.num_logprobs)
         except ConstraintError as error:
             failures[row] = str(error)
     return Drawn(token_ids, logprobs, forced, failures)

@@ -71,7 +71,7 @@ def plain(params: SamplingParams) -> Callable[[torch.Tensor], object]:
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    logits = torch.randn(NUM_ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
+    logits = torch.randn(NUM_ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 6
     scratch = torch.empty_like(logits)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95)):
         asked = {

@@ -15,7 +15,7 @@ from app.api.errors import ApiError, describe
 from app.api.gathering import Choices, Gathering, Whole, submit_choices
 from app.api.requests import read_json
 from app.guard import HANDLES
-from engine.errors import DrainingError, EngineError
+from engine.errors import DrainingError, EngineError, InvalidRequestError, QueueFullError
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ async def respond(generation: Generation) -> Response:
     """
     gathering = generation.gathering
     with trio.move_on_at(generation.deadline) as scope:
-        for handle in gathering.handles:
-            await handle.accepted()
+        await _accepted(generation)
     if scope.cancelled_caught:
         gathering.abort("timeout")
     for handle in gathering.handles:
@@ -91,6 +90,25 @@ async def respond(generation: Generation) -> Response:
     # Quart would cut the stream after its own response timeout; the deadline above is the limit.
     response.timeout = None
     return response
+
+
+async def _accepted(generation: Generation) -> None:
+    """Wait until every choice was looked at.
+
+    Raises:
+        RelevoError: one cannot be served. Where the queue is full of this answer's own prompts, trying again would
+            never help, so that is the request's fault.
+    """
+    num_tokens = 0
+    for handle in generation.gathering.handles:
+        try:
+            num_tokens += await handle.accepted()
+        except QueueFullError as error:
+            if num_tokens < error.depth:
+                raise
+            message = f"The prompts of all choices are more than the {error.limit} tokens that may wait."
+            param = "prompt" if generation.plan.body.n == 1 else "n"
+            raise InvalidRequestError(message, param=param) from None
 
 
 async def _respond_whole(generation: Generation) -> Response:

@@ -116,6 +116,26 @@ async def test_more_choices_than_may_wait_are_refused_for_good() -> None:
         assert (await server.client.post(COMPLETIONS, json={"prompt": "x", "n": 4})).status_code == 200
 
 
+async def test_prompts_that_together_are_more_than_may_wait_are_refused_for_good() -> None:
+    limits = {"max_num_seqs": 1, "max_waiting_tokens": 50}
+    async with open_server(limits=limits) as server:
+        for body, param in (({"prompt": ["x" * 20] * 5}, "prompt"), ({"prompt": "x" * 20, "n": 5}, "n")):
+            response = await server.client.post(COMPLETIONS, json=body | {"max_tokens": 200})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+            await server.settle()
+        # Where others wait, it may fit later.
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(
+                    lambda: server.client.post(COMPLETIONS, json={"prompt": "x" * 20, "max_tokens": 400})
+                )
+            while server.engine.num_open < 3:
+                await trio.sleep(0.001)
+            response = await server.client.post(COMPLETIONS, json={"prompt": ["x" * 15] * 2})
+            assert response.status_code == 503
+            server.engine.abort_all("admin")
+
+
 async def test_where_not_all_choices_find_room_none_stays() -> None:
     limits = {"max_num_seqs": 1, "max_waiting": 4}
     async with open_server(limits=limits, step_seconds=0.01) as server, trio.open_nursery() as nursery:

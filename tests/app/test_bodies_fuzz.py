@@ -70,7 +70,8 @@ RESPONSES = {
 }
 ROUTES = [(plan_chat, CHAT), (plan_messages, MESSAGES), (plan_response, RESPONSES)]
 JUNK: st.SearchStrategy[Any] = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 10**20), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=3), st.just("x" * 70_000),
+    st.none(), st.booleans(), st.integers(-2, 10**20), st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=3), st.just("x" * 70_000),
     st.just([]), st.just({}), st.lists(st.none(), max_size=2), st.just({"type": "text"}), st.just({"type": []}),
     st.just([{"type": "function"}]), st.just({"type": "function", "function": {"name": {}}}), st.just("\ud83d"),
 )  # fmt: skip

@@ -204,7 +204,7 @@ async def test_a_live_switch_waits_for_those_who_run_and_loses_nobody(autojump_c
         assert engine.limits.policy == "continuous"
 
 
-@pytest.mark.parametrize("token_budget", [5, 16, 64])
+@pytest.mark.parametrize("token_budget", [5, 64])
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_pair_of_policies_changes_a_token_of_the_model(policy: str, admission: str, token_budget: int) -> None:
@@ -218,7 +218,7 @@ def test_no_pair_of_policies_changes_a_token_of_the_model(policy: str, admission
         num_seats=4,
         policy=policy,
         admission=admission,
-        enable_prefix_caching=token_budget != 16,
+        enable_prefix_caching=token_budget != 5,
         runner=make_runner(checkpoint, num_blocks=24),
     )
     alone = Simulation(max_num_seqs=1, num_blocks=24, max_model_len=96, runner=make_runner(checkpoint, num_blocks=24))

@@ -65,6 +65,7 @@ class Gate:
         token = settings.security.admin_token
         self._admin = None if token is None else Digests.of(token.get_secret_value())
         self._exposed = not is_loopback(settings.server.host)
+        self._began_closed = self._keyring.is_closed
 
     def judge(self, request: Request, area: Area, *, may_use_cookie: bool = True) -> str:
         """Who asks, for the history: `admin`, the name of a key, or the peer's address.
@@ -80,7 +81,9 @@ class Gate:
             return peer
         if self._keyring.is_closed if area is Area.API else self._admin is not None:
             return self._judge_secret(request, area, may_use_cookie)
-        if self._exposed or is_local(request):
+        # A server that began with keys does not open itself to the world when the last one is gone.
+        is_open = self._exposed and not (area is Area.API and self._began_closed)
+        if is_open or is_local(request):
             return peer
         raise ApiError(403, "This is open to this machine only.", code="not_local")
 

@@ -104,7 +104,7 @@ class Engine:
         An open request has sent at most one Add and two Ends, and stays open until the scheduler has seen them.
         """
         config = self.config
-        max_open = 2 * config.max_waiting + config.capacity_num_seqs + 1
+        max_open = 2 * (config.max_waiting + config.capacity_num_seqs) + 1
         self._arrivals, arrivals = trio.open_memory_channel[Handle](max_open)
         self._commands, commands = trio.open_memory_channel[Command](4 * max_open)
         send_result, results = trio.open_memory_channel[Result](16)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
-from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError, RelevoError, RequestError
+from engine.errors import (
+    ContextLengthError,
+    EngineError,
+    InvalidRequestError,
+    QueueFullError,
+    RelevoError,
+    RequestError,
+)
 from engine.handle import ChatPrompt, TextPrompt, TokensPrompt
 from engine.messages import Add, End, Opened
 from engine.sequence import FinishReason, Sequence
@@ -22,6 +30,8 @@ if TYPE_CHECKING:
     from engine.handle import Handle
     from engine.loaded import ChatTemplateLike, TokenizerLike
     from engine.messages import Command, Result
+
+log = logging.getLogger("relevo.engine")
 
 # Longer texts are tokenized on a worker thread, so that the event loop goes on beating.
 LONG_TEXT = 16_384
@@ -96,14 +106,25 @@ class Ingress:
                 token_ids = await self._tokenize(handle)
                 self._check(handle, token_ids)
                 constraint = await self._constraint(handle)
+                # Others came in meanwhile. From here to where it is passed on nothing is awaited before it counts.
+                self._check_tokens(handle, len(token_ids), trio.current_time())
         except (RequestError, QueueFullError) as error:
-            handle.refuse(error)
-            self._on_refused(handle, error)
+            self._refuse(handle, error)
+            return
+        except Exception:
+            # Whatever a request brings, it must end that request alone.
+            log.exception("request %s could not be taken in", handle.request_id)
+            self._refuse(handle, EngineError("The request could not be taken in."))
             return
         if handle.abort_cause is None:
+            handle.num_prompt_tokens = len(token_ids)
             await self._pass_on(handle, token_ids, constraint)
         else:
             self._on_refused(handle, None)
+
+    def _refuse(self, handle: Handle, error: RelevoError) -> None:
+        handle.refuse(error)
+        self._on_refused(handle, error)
 
     async def _pass_on(self, handle: Handle, token_ids: tuple[int, ...], constraint: Constraint | None) -> None:
         """From here on a request ends in one way only: the scheduler ends it and the streaming actor closes it."""

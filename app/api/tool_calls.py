@@ -288,6 +288,8 @@ def _as_call(entry: Any, names: Collection[str]) -> tuple[str, str] | None:
     if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
         return None
     try:
-        return name, json.dumps(arguments, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text.encode()  # half of a surrogate pair is no text, and no client could read it
     except (ValueError, RecursionError):
         return None
+    return name, text

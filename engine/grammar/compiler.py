@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import llguidance
 import trio
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.errors import ConstraintError, InvalidRequestError
 from engine.grammar import probe
@@ -91,7 +91,7 @@ class GrammarCompiler:
         """The grammar, or what is wrong with it."""
         try:
             source = await trio.to_thread.run_sync(self._source, spec)
-        except (ConstraintError, GbnfToLarkError, RecursionError) as error:
+        except (ConstraintError, RecursionError) as error:
             return shorten(str(error))
         if not spec.plain:
             async with self._turns:
@@ -116,7 +116,7 @@ class GrammarCompiler:
                     0
                 ]
             case "lark":
-                body = {"lark_grammar": any_to_lark(spec.text) if "::=" in spec.text else spec.text}
+                body = {"lark_grammar": _to_lark(spec.text) if "::=" in spec.text else spec.text}
         if spec.thinking is None:
             return json.dumps({"grammars": [body]})
         return json.dumps({"grammars": [{"lark_grammar": self._after(spec.thinking)}, {**body, "name": "answer"}]})
@@ -146,11 +146,23 @@ class GrammarCompiler:
         return first_line(matcher) if matcher.is_error() else grammar
 
 
+def _to_lark(text: str) -> str:
+    """A grammar in GBNF as llguidance takes it.
+
+    Raises:
+        ConstraintError: it cannot be read. The converter raises whatever its own code meets, so nothing less is caught.
+    """
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:
+        raise ConstraintError(f"not a grammar in GBNF: {error}") from error
+
+
 async def try_it(source: str) -> str:
     """What is wrong with a grammar, found out in a process of its own; empty where nothing is."""
     command = [sys.executable, "-I", str(Path(probe.__file__))]
     done = await trio.run_process(command, stdin=source.encode(), capture_stdout=True, capture_stderr=True, check=False)
-    return TOO_LARGE if done.returncode else shorten(done.stdout.decode())
+    return TOO_LARGE if done.returncode else shorten(done.stdout.decode(errors="replace"))
 
 
 def _key(spec: GrammarSpec) -> GrammarSpec:

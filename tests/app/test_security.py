@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -76,6 +77,15 @@ def test_insecure_on_purpose_lets_everyone_in() -> None:
     gate = Gate(make_settings(server={"host": "0.0.0.0"}))
     for area in Area:
         assert gate.judge(FakeRequest(peer="10.0.0.1", host="box.lan"), area) == "10.0.0.1"  # type: ignore[arg-type]
+
+
+def test_what_began_with_keys_does_not_open_to_the_world_when_they_are_gone() -> None:
+    keyring = SimpleNamespace(is_closed=True)
+    gate = Gate(make_settings(server={"host": "0.0.0.0"}), keyring)  # type: ignore[arg-type]
+    keyring.is_closed = False
+    with pytest.raises(ApiError, match="this machine"):
+        gate.judge(FakeRequest(peer="10.0.0.1", host="box.lan"), Area.API)  # type: ignore[arg-type]
+    assert gate.judge(FakeRequest(host="localhost"), Area.API) == "127.0.0.1"  # type: ignore[arg-type]
 
 
 def test_with_keys_alone_the_operator_still_has_to_sit_here() -> None:

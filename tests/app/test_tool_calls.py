@@ -99,6 +99,7 @@ def test_the_forms_of_the_families(text: str, calls: list[tuple[str, object]], r
         '<tool_call>{"name": "weather", "arguments": {"city": "Par',
         '<tool_call>{"name": "weather", "arguments": 3}</tool_call>',
         '<tool_call>{"name": "weather", "arguments": {"n": 1e999}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"n": "\\ud83d"}}</tool_call>',
         '<tool_call>{"name": "nobody_offered_this", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "weather"}</tool_call>',
         "<tool_call>" + "[" * 3000,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from engine.errors import ContextLengthError, DrainingError, InvalidRequestError, QueueFullError
+from engine.errors import ContextLengthError, DrainingError, EngineError, InvalidRequestError, QueueFullError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
 from engine.ingress import LONG_TEXT
 from engine.outbox import Delta
 from engine.sequence import FinishReason, SamplingParams
-from tests.fakes import FakeRunner, expected_output, fake_config, open_fake_engine
+from tests.fakes import FakeRunner, FakeTokenizer, expected_output, fake_config, open_fake_engine
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -257,6 +257,26 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(autojump_clock:
         assert (await read(handle))[0] == answer("still running", 30)
         with trio.fail_after(1):
             await engine.wait_idle()
+
+
+async def test_a_request_that_trips_something_up_at_the_door_fails_alone(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = FakeTokenizer.encode
+
+    def trips(self: FakeTokenizer, text: str, **options: bool) -> list[int]:
+        if text == "trip":
+            raise IndexError("whatever a library raises")
+        return encode(self, text, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FakeTokenizer, "encode", trips)
+    async with open_fake_engine() as engine:
+        bad, good = engine.submit(ask("trip", 2)), engine.submit(ask("good", 2))
+        with pytest.raises(EngineError, match="could not be taken in"):
+            await bad.accepted()
+        assert (await read(good))[0] == answer("good", 2)
+        await engine.wait_idle()
+        assert engine.snapshot()["requests"]["rejected_by_reason"]["invalid"] == 1
 
 
 async def test_background_work_keeps_no_interactive_work_out(autojump_clock: MockClock) -> None:

@@ -274,3 +274,17 @@ async def test_a_grammar_that_takes_too_long_is_given_up_and_not_taken_again() -
             await compiler.compile(spec)
         with pytest.raises(ConstraintError, match=TOO_SLOW):
             grammar.begin(())
+
+
+BAD_GBNF = ["root ::= foo", 'x ::= "a"', 'root ::= "a"{²}', 'root ::= "\\', "root ::= " + "(" * 50]
+
+
+@pytest.mark.parametrize("text", BAD_GBNF)
+async def test_a_grammar_that_its_converter_trips_over_fails_alone(text: str) -> None:
+    async with open_fake_engine() as engine:
+        spec = GrammarSpec("lark", text, "guided_grammar")
+        request = GenerationRequest("bad", TextPrompt("hello"), SamplingParams(max_tokens=4), grammar=spec)
+        with pytest.raises(InvalidRequestError):
+            await engine.submit(request).accepted()
+        good = engine.submit(GenerationRequest("good", TextPrompt("hello"), SamplingParams(max_tokens=4)))
+        assert await good.accepted() == 5

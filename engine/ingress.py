@@ -106,8 +106,8 @@ class Ingress:
                 token_ids = await self._tokenize(handle)
                 self._check(handle, token_ids)
                 constraint = await self._constraint(handle)
-                # Others came in meanwhile. From here to where it is passed on nothing is awaited before it counts.
-                self._check_tokens(handle, len(token_ids), trio.current_time())
+                if constraint is not None:  # others came in while it was compiled; from here on nothing is awaited
+                    self._check_tokens(handle, len(token_ids), trio.current_time())
         except (RequestError, QueueFullError) as error:
             self._refuse(handle, error)
             return

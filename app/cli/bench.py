@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, settings_of
+from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, count, settings_of
 from app.cli.pull import with_model
+
+if TYPE_CHECKING:
+    import argparse
 
 
 def register(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     command = add_command(commands, "bench", "measure the speed of this machine and model", run)
     command.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
-    command.add_argument("--batch", type=_count, nargs="+", metavar="N", help="sequences at once (default 1 4 16 32)")
-    command.add_argument("--context", type=_count, nargs="+", metavar="N", help="tokens of each (default 300 1000)")
+    command.add_argument("--batch", type=count, nargs="+", metavar="N", help="sequences at once (default 1 4 16 32)")
+    command.add_argument("--context", type=count, nargs="+", metavar="N", help="tokens of each (default 300 1000)")
     add_settings(command, OFFLINE_SECTIONS)
 
 
@@ -29,9 +32,3 @@ def run(options: argparse.Namespace) -> int:
         contexts=options.context or CONTEXTS,
         json_path=options.json,
     )
-
-
-def _count(word: str) -> int:
-    if not (word.isascii() and word.isdigit() and int(word) >= 1):
-        raise argparse.ArgumentTypeError("must be a whole number of at least 1")
-    return int(word)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, settings_of
+from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, count, settings_of
 from app.cli.pull import with_model
 from app.config import keys
 from app.render.numbers import exact
@@ -42,10 +42,10 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--trace", type=Path, metavar="FILE", help="an Azure (CSV) or Mooncake (JSON lines) trace")
     command.add_argument("--skip-bad-lines", action="store_true", help="leave out bad lines of the trace")
     command.add_argument("--factor", type=_positive, metavar="X", help="divide lengths by it (default: what fits)")
-    command.add_argument("--requests", type=_count, metavar="N", help="of each run (default: what fits into the time)")
-    command.add_argument("--repeats", type=_count, metavar="N", help="rounds (default: what fits, 2 at least)")
+    command.add_argument("--requests", type=count, metavar="N", help="of each run (default: what fits into the time)")
+    command.add_argument("--repeats", type=count, metavar="N", help="rounds (default: what fits, 2 at least)")
     command.add_argument("--duration", type=_positive, metavar="S", help="seconds to aim at (default 480)")
-    command.add_argument("--seats", type=_count, metavar="N", help="the same as --max-num-seqs")
+    command.add_argument("--seats", type=count, metavar="N", help="the same as --max-num-seqs")
     command.add_argument("--rate", type=_positive, metavar="R", help="requests/s (default: all wait at the start)")
     command.add_argument("--seed", type=_number, default=0, metavar="N", help="of the workload (default 0)")
     command.add_argument("--price-per-hour", type=_positive, metavar="P", help="prints the cost of 1,000 output tokens")
@@ -167,12 +167,6 @@ def _machine(settings: Settings, options: argparse.Namespace) -> Machine:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _count(word: str) -> int:
-    if not (word.isascii() and word.isdigit() and int(word) >= 1):
-        raise argparse.ArgumentTypeError("must be a whole number of at least 1")
-    return int(word)
 
 
 def _number(word: str) -> int:

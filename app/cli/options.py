@@ -70,3 +70,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """
     flags = {key.dotted: getattr(options, key.dotted, None) for key in keys()}
     return load_settings(path=options.config, environ=environment(), flags=flags)
+
+
+def count(word: str) -> int:
+    """A whole number of at least 1, for an option's `type`."""
+    if not (word.isascii() and word.isdigit() and int(word) >= 1):
+        raise argparse.ArgumentTypeError("must be a whole number of at least 1")
+    return int(word)

@@ -16,7 +16,7 @@ class TokenizerLike(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
+        """Ids from 0 up to, but not including, this one can be given to the model. No text leads to others."""
         ...
 
     @property

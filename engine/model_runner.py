@@ -18,7 +18,7 @@ from engine.models.llama import LlamaModel
 from engine.sequence import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.cache_spec import CacheSpec
     from engine.loading.checkpoint import Checkpoint
@@ -55,6 +55,7 @@ class ModelRunner:
         max_num_batched_tokens: tokens of the largest step.
         max_model_len: longest sequence, in tokens.
         block_size: tokens of a KV block.
+        silent_ids: tokens that are never drawn, for they stand for nothing.
 
     Raises:
         ConfigError: the dtype is not known.
@@ -70,6 +71,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
+        silent_ids: Sequence[int] = (),
     ) -> None:
         self.dtype, self.dtype_reason = resolve_dtype(dtype)
         self.model: LlamaModel
@@ -79,6 +81,7 @@ class ModelRunner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._block_size = block_size
+        self._silent_ids = torch.tensor(silent_ids, dtype=torch.int64)
         self.kv_caches: list[torch.Tensor] = []
         self._rows: InputBatch
 
@@ -131,9 +134,10 @@ class ModelRunner:
         drawn = self._draw(batch, inputs, hidden)
         broken = {row for row in _broken_rows(hidden, inputs) if row < len(batch)}
         failures = {**drawn.failures, **dict.fromkeys(sorted(broken), NOT_A_NUMBER)}
-        for row in failures:
+        for row, why in failures.items():
             drawn.token_ids[row] = -1
-            self._clean(batch.seats[row])
+            if why == NOT_A_NUMBER:
+                self._clean(batch.seats[row])
         seconds = time.perf_counter() - begin
         return StepOutput(batch.step, tuple(drawn.token_ids.tolist()), failures, seconds, drawn.logprobs, drawn.forced)
 
@@ -182,6 +186,8 @@ class ModelRunner:
         logits = self.model.logits(hidden[inputs.last_tokens])
         if batch.padding:  # computed like the others, and of no use to anybody
             logits, rows = logits[torch.from_numpy(rows < len(batch))], rows[rows < len(batch)]
+        if len(self._silent_ids) > 0:
+            logits.index_fill_(-1, self._silent_ids, -math.inf)
         seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
         drawn = draw(logits, self._rows.sampling, self._rows.extras, seats, positions)
         self._rows.append(seats, positions, drawn.token_ids, drawn.forced)

@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from engine.loaded import LoadedModel
 from engine.loading.checkpoint import open_checkpoint
 from engine.loading.fetch import resolve_model
+from engine.loading.vocabulary import vocabulary_remarks
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
 
@@ -40,13 +41,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
         max_num_batched_tokens=config.capacity_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=config.block_size,
+        silent_ids=checkpoint.tokenizer.silent_ids,
     )
     runner.load()
     num_blocks = _num_blocks(config, max_model_len, runner.cache_spec.bytes_per_token(runner.kv_element_bytes))
     runner.allocate_cache(num_blocks)
     runner.warm_up()
     dtype = str(runner.dtype).removeprefix("torch.")
-    remarks = [f"dtype {dtype}: {runner.dtype_reason}"]
+    remarks = [f"dtype {dtype}: {runner.dtype_reason}", *vocabulary_remarks(checkpoint.tokenizer)]
     if checkpoint.chat_template is None:
         remarks.append("the model has no chat template: /v1/completions works, /v1/chat/completions does not")
     return LoadedModel(

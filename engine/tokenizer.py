@@ -14,7 +14,7 @@ from engine.errors import InvalidRequestError
 from engine.text_guard import ControlGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 # A text in pieces: strings are ordinary text, numbers are control tokens.
 Piece = str | int
@@ -44,9 +44,14 @@ class Tokenizer:
         stop_token_ids: tokens that end an answer (end of sequence, end of turn).
         prefix_ids: put before a text that stands alone (a BOS, or nothing).
         suffix_ids: put after it.
+        num_rows: tokens that the model can be given; `None` is as many as the vocabulary has.
+        unused_ids: tokens that only fill up the vocabulary.
 
     Attributes:
-        vocab_size: one more than the highest token id.
+        vocab_size: one more than the highest token id that the model can be given and that means anything. Whoever
+            takes token ids from outside is bound by it.
+        lost_tokens: id to spelling of the tokens that the vocabulary has and the model lacks. No text leads to one.
+        silent_ids: what the model could draw though it stands for nothing: padding, and gaps in the vocabulary.
         adds_bos: whether a text that stands alone gets a BOS.
     """
 
@@ -60,8 +65,23 @@ class Tokenizer:
         eos_token_id: int | None = None,
         prefix_ids: Sequence[int] = (),
         suffix_ids: Sequence[int] = (),
+        num_rows: int | None = None,
+        unused_ids: Iterable[int] = (),
     ) -> None:
         backend.encode_special_tokens = True  # a control token's spelling is ordinary text to the backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        last = max(vocabulary.values(), default=-1)
+        num_rows = last + 1 if num_rows is None else num_rows
+        ends = frozenset(stop_token_ids)
+        self.stop_token_ids = frozenset(token_id for token_id in ends if 0 <= token_id < num_rows)
+        self.vocab_size = min(num_rows, max(last, *self.stop_token_ids, -1) + 1)
+        texts = {token_id: "" for token_id in ends} | {token_id: text for text, token_id in vocabulary.items()}
+        self.lost_tokens = {token_id: texts[token_id] for token_id in sorted(texts) if token_id >= self.vocab_size}
+        _make_special(backend, self.lost_tokens)  # what people write is not turned into a token that cannot be computed
+        self._texts = [texts.get(token_id, "") for token_id in range(self.vocab_size)]
+        silent = {*unused_ids, *(token_id for token_id, text in enumerate(self._texts) if not text)}
+        self.silent_ids = (*sorted(silent - self.stop_token_ids), *range(self.vocab_size, num_rows))
+
         self._backend = backend
         self._continuation = _without_first_space(backend)
         self._byte_level = byte_level
@@ -70,13 +90,6 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.adds_bos = bos_token_id is not None and bos_token_id in self._prefix_ids
-        self.stop_token_ids = frozenset(stop_token_ids)
-
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._texts = [""] * self.vocab_size
-        for text, token_id in vocabulary.items():
-            self._texts[token_id] = text
         self._added = backend.get_added_tokens_decoder()
         self._controls = {added.content: (i, added) for i, added in self._added.items() if added.special}
         self._control_ids = frozenset(i for i, _ in self._controls.values())
@@ -100,7 +113,8 @@ class Tokenizer:
 
     def control_id(self, spelling: str) -> int | None:
         """The control token that is written like this, if there is one."""
-        return self._controls[spelling][0] if spelling in self._controls else None
+        token_id = self._controls[spelling][0] if spelling in self._controls else self.vocab_size
+        return token_id if token_id < self.vocab_size else None
 
     def encode(self, text: str, *, parse_control: bool, add_special: bool = True) -> list[int]:
         """Token ids of a text.
@@ -110,7 +124,8 @@ class Tokenizer:
             add_special: add what the tokenizer puts around a text that stands alone; a BOS is never doubled.
 
         Raises:
-            InvalidRequestError: the text holds half of a surrogate pair, which no encoding can carry.
+            InvalidRequestError: the text holds half of a surrogate pair, which no encoding can carry, or a token that
+                the model lacks.
         """
         ids = self.encode_pieces(self.split_control(text) if parse_control else [text])
         if not add_special:
@@ -119,13 +134,22 @@ class Tokenizer:
         return [*prefix, *ids, *self._suffix_ids]
 
     def encode_pieces(self, pieces: Iterable[Piece]) -> list[int]:
-        """Token ids of a text already split: each string is encoded as one ordinary text, ids stay."""
+        """Token ids of a text already split: each string is encoded as one ordinary text, ids stay.
+
+        Raises:
+            InvalidRequestError: see `encode`.
+        """
         ids: list[int] = []
         for piece in pieces:
             if isinstance(piece, int):
                 ids.append(piece)
             elif piece:
                 ids += self._encode_ordinary(piece, first=not ids)
+        if self.lost_tokens and max(ids, default=0) >= self.vocab_size:
+            raise InvalidRequestError(
+                f"The text holds {self.lost_tokens[max(ids)]!r}, which is token {max(ids)} of the tokenizer, but the "
+                f"model knows tokens 0 to {self.vocab_size - 1} only: leave it out."
+            )
         return ids
 
     def split_control(self, text: str) -> list[Piece]:
@@ -194,6 +218,13 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError("The text holds half of a surrogate pair; send whole characters.") from error
         return ids
+
+
+def _make_special(backend: tokenizers.Tokenizer, tokens: Mapping[int, str]) -> None:
+    """Let the added ones among these tokens be special: their spelling then is ordinary text to the backend."""
+    added = backend.get_added_tokens_decoder()
+    texts = [text for token_id, text in tokens.items() if token_id in added and not added[token_id].special]
+    backend.add_special_tokens([tokenizers.AddedToken(text, normalized=False, special=True) for text in texts])
 
 
 def _without_first_space(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

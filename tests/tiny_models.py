@@ -96,8 +96,9 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     pre: str | None = "smollm",
     tokenizer: str = "gpt2",
+    more_tokens: dict[str, gguf.TokenType] | None = None,
 ) -> Path:
-    """A GGUF file with matrices of one type; vectors stay float32."""
+    """A GGUF file with matrices of one type; vectors stay float32. `more_tokens` come behind `TOKENS`."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
@@ -110,8 +111,10 @@ def write_gguf(
     writer.add_tokenizer_model(tokenizer)
     if pre:
         writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * len(CONTROLS) + [gguf.TokenType.NORMAL] * (len(TOKENS) - 3))
+    more_tokens = more_tokens or {}
+    kinds = [gguf.TokenType.CONTROL] * len(CONTROLS) + [gguf.TokenType.NORMAL] * (len(TOKENS) - 3)
+    writer.add_token_list([*TOKENS, *more_tokens])
+    writer.add_token_types([*kinds, *more_tokens.values()])
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

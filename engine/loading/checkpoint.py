@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import ModelFileError, ModelNotFoundError
+from engine.loading.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,9 +55,15 @@ def open_checkpoint(path: Path, *, name: str | None = None) -> Checkpoint:
 
     Raises:
         ModelNotFoundError: there is nothing at this path.
-        ModelFileError: truncated, or not what it claims to be.
+        ModelFileError: truncated, not what it claims to be, or its tokenizer belongs to another model.
         UnsupportedModelError: architecture, tensor type, tokenizer or RoPE kind that is not known here.
     """
+    checkpoint = _open(path, name)
+    check_vocabulary(checkpoint, path)
+    return checkpoint
+
+
+def _open(path: Path, name: str | None) -> Checkpoint:
     # Imported here: each of the two brings libraries that the other does not need.
     if path.is_dir():
         from engine.loading.hugging_face import HuggingFaceCheckpoint

@@ -61,7 +61,7 @@ class GgufCheckpoint:
         found = {_hf_name(name): tuple(reversed(tensor.shape.tolist())) for name, tensor in self._matrices()}
         check_tensors(found, self.config, path)
         self.weights_kind = self._most_common_type()
-        self.tokenizer: Tokenizer = build_tokenizer(reader, path)
+        self.tokenizer: Tokenizer = build_tokenizer(reader, path, num_rows=self.config.vocab_size)
         template = reader.text("tokenizer.chat_template")
         named = _special_tokens(self.tokenizer)
         self.chat_template = ChatTemplate(template, special_tokens=named) if template else None

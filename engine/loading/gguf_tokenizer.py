@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.loading.gguf_reader import MetadataReader
 
 # Values of tokenizer.ggml.token_type.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 # Files seldom name every token that ends an answer; these spellings always do.
 _ENDS_ANSWER = frozenset(
@@ -63,8 +63,11 @@ def make_pre_tokenizer(pre: str) -> tokenizers.pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
 
 
-def build_tokenizer(reader: MetadataReader, path: Path) -> Tokenizer:
+def build_tokenizer(reader: MetadataReader, path: Path, *, num_rows: int) -> Tokenizer:
     """Build the tokenizer of an opened file.
+
+    Args:
+        num_rows: rows of the embedding.
 
     Raises:
         UnsupportedModelError: a kind of vocabulary or word splitting that is not known here.
@@ -104,6 +107,8 @@ def build_tokenizer(reader: MetadataReader, path: Path) -> Tokenizer:
         bos_token_id=bos,
         eos_token_id=named["eos"],
         prefix_ids=[bos] if add_bos and bos is not None else [],
+        num_rows=num_rows,
+        unused_ids=[token_id for token_id, kind in enumerate(types) if kind == _UNUSED and token_id < num_rows],
     )
 
 

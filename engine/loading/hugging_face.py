@@ -40,7 +40,7 @@ class HuggingFaceCheckpoint:
         check_tensors(found, self.config, path)
         generation = read_json(path / "generation_config.json", optional=True)
         rules = read_json(path / "tokenizer_config.json", optional=True)
-        self.tokenizer: Tokenizer = build_tokenizer(path, (config, generation), rules)
+        self.tokenizer: Tokenizer = build_tokenizer(path, (config, generation), rules, num_rows=self.config.vocab_size)
         source = _chat_template(path, rules)
         special_tokens = {key: text for key in rules if key.endswith("_token") and (text := token_text(rules, key))}
         self.chat_template = ChatTemplate(source, special_tokens=special_tokens) if source else None

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def build_tokenizer(path: Path, configs: Iterable[dict[str, Any]], rules: dict[str, Any]) -> Tokenizer:
+def build_tokenizer(
+    path: Path, configs: Iterable[dict[str, Any]], rules: dict[str, Any], *, num_rows: int
+) -> Tokenizer:
     """Build the tokenizer from tokenizer.json.
 
     Args:
         configs: config.json and generation_config.json; the later one rules.
         rules: tokenizer_config.json, or `{}`.
+        num_rows: rows of the embedding.
 
     Raises:
         ModelFileError: tokenizer.json is missing or damaged.
@@ -58,6 +61,7 @@ def build_tokenizer(path: Path, configs: Iterable[dict[str, Any]], rules: dict[s
         eos_token_id=named["eos"],
         prefix_ids=prefix,
         suffix_ids=suffix,
+        num_rows=num_rows,
     )
 
 

@@ -150,6 +150,32 @@ def test_a_row_that_is_not_a_number_fails_alone_and_leaves_nothing(position: int
     assert [guest.output for guest in guests + late] == expected * 2
 
 
+def test_a_draw_that_fails_touches_nothing_in_the_cache(tiny: FakeCheckpoint) -> None:
+    """Only what was computed can be broken; where a constraint allows nothing, the blocks are as good as before."""
+    runner = make_runner(tiny)
+    with torch.inference_mode():
+        runner.kv_caches[0][1] = float("inf")  # of the row, but behind its tokens: read by nobody
+    nothing = SamplingParams(temperature=0.0, constraint=OneOf(()))
+    seated = (Seated(0, 1, (5, 6), 2, nothing),)
+    new_blocks = ((0, (0, 1)),)
+    output = runner.execute(ScheduledBatch(1, (0,), (1,), (0,), (2,), (True,), seated=seated, new_blocks=new_blocks))
+    assert "may follow" in output.failures[0]
+    assert runner.kv_caches[0][1].isinf().all()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=2.0, seed=1), replace(GREEDY, num_logprobs=5)])
+def test_what_stands_for_nothing_is_never_drawn(tiny: FakeCheckpoint, params: SamplingParams) -> None:
+    prompt = [5, 6, 7]
+    free = alone(tiny, prompt, 12, params)
+    barred = tuple(set(free))
+    table = Table(make_runner(tiny, silent_ids=barred), num_blocks=64, block_size=4, seats=1, chunks=(64,))
+    guest = table.seat(prompt, 12, params)
+    table.run()
+    assert len(guest.output) == 12
+    assert not set(barred) & set(guest.output)
+    assert not set(barred) & {token_id for told in guest.logprobs for token_id, _ in told.top}
+
+
 def test_padding_reads_no_block_of_another_row() -> None:
     checkpoint = make_checkpoint(tie_word_embeddings=False)
     checkpoint.weights["model.embed_tokens.weight"][9] = float("nan")

@@ -108,6 +108,38 @@ def test_an_id_outside_the_vocabulary() -> None:
         tokenizer.decode([tokenizer.vocab_size])
 
 
+def test_a_token_that_the_model_lacks_comes_from_no_text() -> None:
+    """Where it is asked for, the text is refused; where its spelling is only written, that is ordinary text."""
+    backend = make_backend()
+    backend.add_special_tokens(["[PAD]"])
+    backend.add_tokens(["<more>"])
+    size = backend.get_vocab_size()
+    tokenizer = Tokenizer(backend, byte_level=True, stop_token_ids=[2, 10**9], num_rows=size - 2)
+    assert tokenizer.vocab_size == size - 2
+    assert tokenizer.lost_tokens == {size - 2: "[PAD]", size - 1: "<more>", 10**9: ""}
+    assert tokenizer.stop_token_ids == {2}
+    for spelling, token_id in (("[PAD]", size - 2), ("<more>", size - 1)):
+        assert tokenizer.control_id(spelling) is None
+        assert tokenizer.token_bytes(token_id) == b""
+        ids = tokenizer.encode(f"a {spelling}.", parse_control=False)
+        assert max(ids) < tokenizer.vocab_size
+        assert tokenizer.decode(ids) == f"a {spelling}."
+        with pytest.raises(InvalidRequestError, match=rf"token {token_id} of the tokenizer.*0 to {size - 3} only"):
+            tokenizer.encode(f"a {spelling}.", parse_control=True)
+
+
+def test_rows_that_stand_for_nothing_are_told_apart_from_tokens() -> None:
+    """Padding, gaps and what only fills the vocabulary; but never a token that ends an answer."""
+    backend = make_backend()
+    size = backend.get_vocab_size()
+    assert make_tokenizer().silent_ids == ()
+    tokenizer = Tokenizer(backend, byte_level=True, stop_token_ids=[2, size + 1], num_rows=size + 4, unused_ids=[7])
+    assert tokenizer.stop_token_ids == {2, size + 1}
+    assert tokenizer.vocab_size == size + 2
+    assert tokenizer.silent_ids == (7, size, size + 2, size + 3)
+    assert not tokenizer.lost_tokens
+
+
 def test_half_a_surrogate_pair_is_refused() -> None:
     """JSON can carry one; UTF-8 cannot."""
     with pytest.raises(InvalidRequestError, match="surrogate"):

@@ -274,3 +274,25 @@ def test_sizes_of_a_wrong_type(single: Path, value: Any) -> None:
     edit_json(single / "config.json", hidden_size=value)
     with pytest.raises(ModelError, match="hidden_size"):
         open_checkpoint(single)
+
+
+def test_a_token_added_to_the_tokenizer_alone_is_lost_and_padding_stands_for_nothing(single: Path) -> None:
+    """The rows of the embedding bound the ids, whichever of the two is larger."""
+    edit = json.loads((single / "tokenizer.json").read_text(encoding="utf-8"))
+    for token_id, text in ((len(TOKENS), "[PAD]"), (len(TOKENS) + 1, "<more>")):
+        fields = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        edit["added_tokens"].append({"id": token_id, "content": text, "special": text == "[PAD]", **fields})
+    (single / "tokenizer.json").write_text(json.dumps(edit), encoding="utf-8")
+    tokenizer = open_checkpoint(single).tokenizer
+    assert tokenizer.vocab_size == len(TOKENS)
+    assert tokenizer.lost_tokens == {len(TOKENS): "[PAD]", len(TOKENS) + 1: "<more>"}
+    tensors = load_file(single / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            tensors[name] = torch.cat((tensors[name], torch.zeros(8, 64)))
+    save_file(tensors, single / "model.safetensors")
+    edit_json(single / "config.json", vocab_size=len(TOKENS) + 8)
+    tokenizer = open_checkpoint(single).tokenizer
+    assert not tokenizer.lost_tokens
+    assert tokenizer.vocab_size == len(TOKENS) + 2
+    assert tokenizer.silent_ids == tuple(range(len(TOKENS) + 2, len(TOKENS) + 8))

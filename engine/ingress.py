@@ -13,9 +13,9 @@ from engine.errors import (
     ContextLengthError,
     EngineError,
     InvalidRequestError,
-    QueueFullError,
     RelevoError,
     RequestError,
+    UnavailableError,
 )
 from engine.handle import ChatPrompt, TextPrompt, TokensPrompt
 from engine.messages import Add, End, Opened
@@ -108,7 +108,7 @@ class Ingress:
                 constraint = await self._constraint(handle)
                 if constraint is not None:  # others came in while it was compiled; from here on nothing is awaited
                     self._check_tokens(handle, len(token_ids), trio.current_time())
-        except (RequestError, QueueFullError) as error:
+        except (RequestError, UnavailableError) as error:
             self._refuse(handle, error)
             return
         except Exception:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import OrderedDict
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import llguidance
 import trio
-from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.errors import ConstraintError, InvalidRequestError
-from engine.grammar import probe
 from engine.grammar.matcher import TOO_SLOW, CompiledGrammar, Vocabulary, first_line, guarded, parser_limits, shorten
 from engine.grammar.spec import literal
+from engine.grammar.trial import try_it
 
 if TYPE_CHECKING:
     from engine.grammar.spec import GrammarSpec, Thinking
@@ -26,9 +23,6 @@ if TYPE_CHECKING:
 MAX_REMEMBERED: Final = 64
 # So many are tried at once; those that wait for their turn hold up no plain ones.
 MAX_TRIED: Final = 2
-# On the clock on the wall; of the processor's time the process takes `probe.CPU_SECONDS` at most.
-PROBE_SECONDS: Final = 30.0
-TOO_LARGE: Final = "compiling it takes too much time or memory"
 
 
 class GrammarCompiler:
@@ -66,6 +60,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequestError: it says nothing, contradicts itself, is not supported, or is too large.
+            UnavailableError: it has to be tried first, and that cannot be done now.
         """
         if not self._vocabulary.stop_token_ids:
             raise _refusal(spec, "this model names no token that ends an answer")
@@ -95,19 +90,13 @@ class GrammarCompiler:
             return shorten(str(error))
         if not spec.plain:
             async with self._turns:
-                fault = await self._try(source)
+                fault, source = await try_it(source)
             if fault:
                 return fault
-        return await trio.to_thread.run_sync(self._build, source)
-
-    async def _try(self, source: str) -> str:
-        """What is wrong with a grammar that may be anything; empty where nothing is."""
-        with trio.move_on_after(PROBE_SECONDS):
-            return await try_it(source)
-        return TOO_LARGE
+        return await trio.to_thread.run_sync(self._build, source, spec.plain)
 
     def _source(self, spec: GrammarSpec) -> str:
-        """The list of grammars that llguidance takes; the first is the one to begin with."""
+        """The list of grammars that llguidance takes, but that one may be GBNF; the first is the one to begin with."""
         match spec.kind:
             case "schema":
                 body: dict[str, Any] = {"json_schema": json.loads(spec.text)}
@@ -116,7 +105,7 @@ class GrammarCompiler:
                     0
                 ]
             case "lark":
-                body = {"lark_grammar": _to_lark(spec.text) if "::=" in spec.text else spec.text}
+                body = {"lark_grammar": spec.text}
         if spec.thinking is None:
             return json.dumps({"grammars": [body]})
         return json.dumps({"grammars": [{"lark_grammar": self._after(spec.thinking)}, {**body, "name": "answer"}]})
@@ -132,37 +121,18 @@ class GrammarCompiler:
             thought = f"thought: TEXT <[{closing}]>\nTEXT: /(?s:.*)/"
         return f"start: {before} @answer\nSPACE: /\\n{{1,2}}/\n{thought}"
 
-    def _build(self, source: str) -> CompiledGrammar | str:
+    def _build(self, source: str, plain: bool) -> CompiledGrammar | str:
         """Compile, and compute the first mask here, where it holds up nobody."""
         try:
             matcher = guarded(
                 llguidance.LLMatcher, self._vocabulary.compiled, source, log_level=0, limits=parser_limits()
             )
-            grammar = CompiledGrammar(matcher, self._vocabulary.stop_token_ids)
+            grammar = CompiledGrammar(matcher, self._vocabulary.stop_token_ids, plain=plain)
             if not matcher.is_error():
                 grammar.begin(()).allowed()
         except ConstraintError as error:
             return str(error)
         return first_line(matcher) if matcher.is_error() else grammar
-
-
-def _to_lark(text: str) -> str:
-    """A grammar in GBNF as llguidance takes it.
-
-    Raises:
-        ConstraintError: it cannot be read. The converter raises whatever its own code meets, so nothing less is caught.
-    """
-    try:
-        return str(any_to_lark(text))
-    except Exception as error:
-        raise ConstraintError(f"not a grammar in GBNF: {error}") from error
-
-
-async def try_it(source: str) -> str:
-    """What is wrong with a grammar, found out in a process of its own; empty where nothing is."""
-    command = [sys.executable, "-I", str(Path(probe.__file__))]
-    done = await trio.run_process(command, stdin=source.encode(), capture_stdout=True, capture_stderr=True, check=False)
-    return TOO_LARGE if done.returncode else shorten(done.stdout.decode(errors="replace"))
 
 
 def _key(spec: GrammarSpec) -> GrammarSpec:

@@ -6,6 +6,7 @@ expressions, which walks the vocabulary as a trie to find the tokens that may co
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
@@ -27,6 +28,11 @@ SECONDS_PER_TOKEN: Final = 0.002
 SECONDS_AHEAD: Final = 0.1
 # What is forced beyond this waits for the next step.
 MAX_FORCED: Final = 1024
+# So many answers in a row that were too slow, and their grammar is taken no more.
+MAX_SLOW: Final = 3
+# How the library names keywords of a schema that it knows and does not follow.
+NOT_ENFORCED: Final = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
+SLOW_ANSWER: Final = "The grammar of this answer took too long to follow; simplify it, or try again."
 TOO_SLOW: Final = "The grammar of this request takes too long to follow; simplify it."
 
 
@@ -86,12 +92,23 @@ class CompiledGrammar:
 
     Args:
         matcher: at the beginning of the grammar; it is copied, never moved.
+        plain: nothing in it can be slow, so an answer that was tells of the machine.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, stop_token_ids: tuple[int, ...]) -> None:
-        self.is_too_slow = False
+    def __init__(self, matcher: llguidance.LLMatcher, stop_token_ids: tuple[int, ...], *, plain: bool = False) -> None:
         self.stop_token_ids = stop_token_ids
         self._matcher = matcher
+        self._plain = plain
+        self._num_slow = 0
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it is taken no more. One slow answer ends alone: it may have been a slow moment of the machine."""
+        return self._num_slow >= MAX_SLOW
+
+    def note_end(self, *, slow: bool) -> None:
+        """An answer was given up for its slowness, or reached its end, which forgives those before it."""
+        self._num_slow = self._num_slow + 1 if slow and not self._plain else 0
 
     def begin(self, token_ids: tuple[int, ...]) -> GrammarState:
         """The state behind these tokens of an answer.
@@ -113,6 +130,7 @@ class GrammarState:
         self._grammar = grammar
         self._matcher = matcher
         self._has_ended = False
+        self._is_given_up = False
         self._seconds_left = seconds
 
     def allowed(self) -> bytes:
@@ -154,7 +172,7 @@ class GrammarState:
         if self._matcher.is_stopped():
             self._check()
             forced += (self._grammar.stop_token_ids[0],)
-            self._has_ended = True
+            self._end()
         return forced
 
     def consume_all(self, token_ids: tuple[int, ...]) -> None:
@@ -163,7 +181,12 @@ class GrammarState:
         text = token_ids[: ends[0]] if ends else token_ids
         if text and not self._timed(self._matcher.consume_tokens, list(text)):
             raise ConstraintError(f"The grammar does not allow what was generated: {first_line(self._matcher)}")
-        self._has_ended = self._has_ended or bool(ends)
+        if ends and not self._has_ended:
+            self._end()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._grammar.note_end(slow=False)
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -175,8 +198,10 @@ class GrammarState:
         result = guarded(call, *args, **kwargs)
         self._seconds_left -= time.thread_time() - begin
         if self._seconds_left < 0:
-            self._grammar.is_too_slow = True
-            raise ConstraintError(TOO_SLOW)
+            if not self._is_given_up:
+                self._is_given_up = True
+                self._grammar.note_end(slow=True)
+            raise ConstraintError(SLOW_ANSWER)
         return result
 
 
@@ -205,6 +230,7 @@ def shorten(error: str) -> str:
         return "nothing satisfies it"
     if error.startswith("oneOf constraints"):
         return "more than one branch of a 'oneOf' may hold at once; use 'anyOf'"
+    error = NOT_ENFORCED.sub(r"what \1 says cannot be enforced here; leave that out", error)
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()]
     causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return " ".join([*lines[:1], *causes])[:300]

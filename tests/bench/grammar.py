@@ -17,8 +17,9 @@ import torch
 import trio
 
 from engine.drawing import Extras, draw
-from engine.grammar.compiler import GrammarCompiler, try_it
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.spec import schema_spec
+from engine.grammar.trial import try_it
 from engine.loading.checkpoint import open_checkpoint
 from engine.loading.fetch import resolve_model
 from engine.sampler import SamplingRows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import jsonschema
@@ -10,7 +11,14 @@ import pytest
 
 from engine.errors import ConstraintError, InvalidRequestError
 from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.matcher import TOO_SLOW
+from engine.grammar.matcher import (
+    MAX_SLOW,
+    SECONDS_AHEAD,
+    SECONDS_PER_TOKEN,
+    SLOW_ANSWER,
+    TOO_SLOW,
+    CompiledGrammar,
+)
 from engine.grammar.spec import GrammarSpec, Thinking, any_object, choice_spec, lark_spec, regex_spec, schema_spec
 from engine.grammar.tool_call import MAX_PARALLEL_CALLS, tool_call_spec
 from engine.handle import GenerationRequest, TextPrompt
@@ -35,8 +43,8 @@ TOOLS = [
 
 
 def harmless(spec: GrammarSpec) -> GrammarSpec:
-    """Without the process that tries a grammar first: the tests of its limits are elsewhere."""
-    return replace(spec, plain=True)
+    """Without the process that tries a grammar first: the tests of its limits are elsewhere. It alone reads GBNF."""
+    return spec if "::=" in spec.text else replace(spec, plain=True)
 
 
 def calls(count: int) -> str:
@@ -256,24 +264,63 @@ async def test_a_vocabulary_that_puts_a_space_first_forces_none() -> None:
     assert grammar.begin(()).force() == (*b"abc", FAKE_EOS)
 
 
-async def test_a_grammar_that_takes_too_long_is_given_up_and_not_taken_again() -> None:
-    compiler = GrammarCompiler(FakeTokenizer())
-    spec = harmless(lark_spec('start: e\ne: e e e e e e e e | /[ab]/ | e "a" e | ', "p"))
-    grammar = await compiler.compile(spec)
+class Slow:
+    """A matcher that spends more of the processor's time on every mask than a whole answer has."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = 0.0
+        monkeypatch.setattr(time, "thread_time", lambda: self._now)
+
+    def deep_copy(self) -> Slow:
+        return self
+
+    def compute_bitmask(self) -> bytes:
+        self._now += SECONDS_AHEAD + SECONDS_PER_TOKEN
+        return bytes(64)
+
+    def consume_tokens(self, token_ids: list[int]) -> bool:
+        return bool(token_ids)
+
+
+def end_slowly(grammar: CompiledGrammar) -> None:
     state = grammar.begin(())
-
-    def follow() -> None:
-        for index in range(200):
+    for _ in range(2):  # it counts once
+        with pytest.raises(ConstraintError, match=SLOW_ANSWER):
             state.allowed()
-            state.consume(b"ab"[index % 2])
 
-    with pytest.raises(ConstraintError):
-        follow()
-    if grammar.is_too_slow:  # or it reached one of the library's own bounds first
-        with pytest.raises(InvalidRequestError, match="too long"):
-            await compiler.compile(spec)
-        with pytest.raises(ConstraintError, match=TOO_SLOW):
-            grammar.begin(())
+
+def test_a_grammar_is_given_up_after_several_slow_answers_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = CompiledGrammar(Slow(monkeypatch), (FAKE_EOS,))  # type: ignore[arg-type]
+    for _ in range(2):
+        for _ in range(MAX_SLOW - 1):
+            end_slowly(grammar)
+        assert not grammar.is_too_slow
+        grammar.begin((*b"ab", FAKE_EOS))  # one that reached its end
+    for _ in range(MAX_SLOW):
+        end_slowly(grammar)
+    assert grammar.is_too_slow
+    with pytest.raises(ConstraintError, match=TOO_SLOW):
+        grammar.begin(())
+
+
+def test_a_plain_grammar_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = CompiledGrammar(Slow(monkeypatch), (FAKE_EOS,), plain=True)  # type: ignore[arg-type]
+    for _ in range(MAX_SLOW + 1):
+        end_slowly(grammar)
+    assert not grammar.is_too_slow
+
+
+async def test_a_grammar_that_was_given_up_is_refused_at_the_door() -> None:
+    compiler = GrammarCompiler(FakeTokenizer())
+    for spec in (regex_spec("a+", "p"), any_object("p")):
+        grammar = await compiler.compile(spec)
+        for _ in range(MAX_SLOW):
+            grammar.note_end(slow=True)
+        if spec.plain:
+            assert await compiler.compile(spec) is grammar
+        else:
+            with pytest.raises(InvalidRequestError, match=TOO_SLOW):
+                await compiler.compile(spec)
 
 
 BAD_GBNF = ["root ::= foo", 'x ::= "a"', 'root ::= "a"{²}', 'root ::= "\\', "root ::= " + "(" * 50]

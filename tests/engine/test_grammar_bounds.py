@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from engine.errors import InvalidRequestError
-from engine.grammar.compiler import MAX_REMEMBERED, TOO_LARGE, GrammarCompiler, try_it
+from engine.grammar.compiler import MAX_REMEMBERED, GrammarCompiler
 from engine.grammar.spec import (
     MAX_CHOICES,
     MAX_CHOICES_LENGTH,
@@ -22,6 +22,7 @@ from engine.grammar.spec import (
     regex_spec,
     schema_spec,
 )
+from engine.grammar.trial import TOO_LARGE
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import FinishReason, SamplingParams
 from tests.fakes import FakeTokenizer, expected_output, open_fake_engine
@@ -173,12 +174,6 @@ async def test_a_request_that_is_aborted_while_its_grammar_is_compiled_leaves_no
         handle.abort("client")
         await engine.wait_idle()
         assert engine.snapshot()["requests"]["running"] == 0
-
-
-@pytest.mark.slow
-async def test_the_process_says_what_is_wrong_with_a_grammar() -> None:
-    assert await try_it('{"grammars": [{"json_schema": {"type": "object"}}]}') == ""
-    assert "Invalid type" in await try_it('{"grammars": [{"json_schema": {"type": "strin"}}]}')
 
 
 async def test_the_same_grammar_is_compiled_once_and_the_oldest_is_forgotten() -> None:

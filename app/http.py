@@ -24,7 +24,7 @@ from app.assets import templates_dir
 from app.cors import Cors
 from app.docs import docs_blueprint
 from app.guard import HANDLES, PERMITS, Guard, linger
-from app.limits import RateLimitError
+from app.limits import UNAVAILABLE, RateLimitError
 from app.login import login_blueprint
 from app.metrics import metrics_blueprint
 from app.pages import pages_blueprint
@@ -189,6 +189,9 @@ def _install_errors(app: QuartTrio, pages: Environment) -> None:
             log.error("%s %s failed, request %s", request.method, request.path, g.get("request_id"), exc_info=error)
         if known.status == 413:
             await linger(request.scope)
+        if known.status == UNAVAILABLE:
+            for permit in request.scope[PERMITS]:  # type: ignore[typeddict-item]
+                permit.give_back(trio.current_time())
         if not _wants_page():
             # Clients of Anthropic's API expect its errors, from whatever depth they come.
             return error_response(known) if request.path.startswith(MESSAGES_URL) else known.response()

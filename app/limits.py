@@ -1,10 +1,11 @@
 """How much an API key may ask for: requests at once, requests a minute, tokens a minute. Time comes in as an argument.
 
-*When what is charged.* A request when it comes in (and it is given back where the engine took nothing of it), its
-prompt when it has been accepted, its answer as it comes, token by token; all of it is brought to account whenever
-somebody looks. A request is let in while anything is left, however much it will take: nobody knows how long an answer
-will be, and a stream that runs is never cut. What goes over is paid back: until then the key's next request is refused.
-So the average holds exactly, and `Retry-After` says when the debt will be paid, if nothing that still runs adds to it.
+*When what is charged.* A request when it comes in, its prompt when it has been accepted, its answer as it comes, token
+by token; all of it is brought to account whenever somebody looks. A request that was at fault has cost its checking and
+stays charged; one that the server could not take is given back. A request is let in while anything is left, however
+much it will take: nobody knows how long an answer will be, and a stream that runs is never cut. What goes over is paid
+back: until then the key's next request is refused. So the average holds exactly, and `Retry-After` says when the debt
+will be paid, if nothing that still runs adds to it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 MINUTE: Final = 60.0
 # Nobody knows when one of the running requests will end.
 CONCURRENT_RETRY_SECONDS: Final = 1
+# An answer of this status says that nothing was done: the queue is full, or the server is shutting down.
+UNAVAILABLE: Final = 503
 
 
 class RateLimitError(ApiError):
@@ -77,6 +80,7 @@ class Permit:
     def __init__(self, meter: Meter, handles: Sequence[Handle]) -> None:
         self._meter = meter
         self._num_charged = 0
+        self._is_given_back = False
         self.handles = handles
 
     def take_uncharged(self) -> int:
@@ -88,6 +92,12 @@ class Permit:
         total = sum(prompts.values()) + sum([handle.outbox.num_tokens for handle in self.handles])
         fresh, self._num_charged = total - self._num_charged, total
         return fresh
+
+    def give_back(self, now: float) -> None:
+        """The server could not take the request: it does not count, unless the engine has taken some of it."""
+        if not self._is_given_back and not any(handle.num_prompt_tokens for handle in self.handles):
+            self._is_given_back = True
+            self._meter.count_request(-1, now)
 
     def close(self, now: float) -> None:
         """The request is over. Harmless the second time."""
@@ -121,7 +131,7 @@ class Meter:
             per_minute = self._buckets[why].per_minute
             message = f"Rate limit reached for this API key: {per_minute:,} {why} a minute."
             raise RateLimitError(message, math.ceil(seconds))
-        self._count_request(1, now)
+        self.count_request(1, now)
         permit = Permit(self, handles)
         self._permits.add(permit)
         return permit
@@ -129,10 +139,12 @@ class Meter:
     def release(self, permit: Permit, now: float) -> None:
         """A request is over: bring it to account and free its place."""
         self._settle(now)
-        if permit in self._permits:
-            self._permits.remove(permit)
-            if not any(handle.num_prompt_tokens for handle in permit.handles):
-                self._count_request(-1, now)
+        self._permits.discard(permit)
+
+    def count_request(self, number: int, now: float) -> None:
+        """Charge requests; below zero gives back."""
+        if "requests" in self._buckets:
+            self._buckets["requests"].take(number, now)
 
     def headers(self, now: float) -> dict[str, str]:
         """OpenAI's `x-ratelimit-…` headers: the limit, what is left of it, and when it will be whole again."""
@@ -147,10 +159,6 @@ class Meter:
     def _settle(self, now: float) -> None:
         if "tokens" in self._buckets:
             self._buckets["tokens"].account(sum([permit.take_uncharged() for permit in self._permits]), now)
-
-    def _count_request(self, number: int, now: float) -> None:
-        if "requests" in self._buckets:
-            self._buckets["requests"].take(number, now)
 
 
 class Limits:

@@ -95,15 +95,29 @@ def test_requests_a_minute_and_a_true_retry_after() -> None:
     assert retry_after(refused(alice, 30.0)) == 20
 
 
-def test_a_request_of_which_the_engine_took_nothing_is_given_back() -> None:
+def test_a_request_that_the_server_could_not_take_is_given_back_once() -> None:
+    alice = meter(requests_per_minute=2)
+    other = alice.admit([], 0.0)
+    permit = alice.admit([FakeHandle(0)], 0.0)  # type: ignore[list-item]
+    for _ in range(2):
+        permit.give_back(0.0)
+        permit.close(0.0)
+    alice.admit([], 0.0)
+    assert retry_after(refused(alice, 0.0)) == 30
+    other.close(0.0)  # over, whatever became of it
+    assert retry_after(refused(alice, 0.0)) == 30
+
+
+def test_what_the_engine_took_a_part_of_is_not_given_back() -> None:
     alice = meter(requests_per_minute=1)
-    permit = alice.admit([], 0.0)
-    refused(alice, 0.0)
-    permit.close(0.0)
-    permit.close(0.0)
-    alice.admit([FakeHandle(0)], 0.0).close(0.0)  # type: ignore[list-item]
-    alice.admit([FakeHandle(1)], 0.0).close(0.0)  # type: ignore[list-item]
+    alice.admit([FakeHandle(1), FakeHandle(0)], 0.0).give_back(0.0)  # type: ignore[list-item]
     assert retry_after(refused(alice, 0.0)) == 60
+
+
+def test_a_refusal_adds_nothing_to_the_debt() -> None:
+    alice = meter(requests_per_minute=1)
+    alice.admit([], 0.0)
+    assert [retry_after(refused(alice, 0.0)) for _ in range(3)] == [60] * 3
 
 
 def test_places_are_held_until_the_end() -> None:
@@ -247,12 +261,68 @@ async def test_a_key_over_its_limit_gets_429_and_nobody_else_notices() -> None:
         await server.settle()
 
 
-async def test_a_request_that_cannot_be_costs_nothing() -> None:
+BAD_GRAMMAR = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (CHAT, chat_body(temperature=9), 400),
+        (CHAT, {"messages": 5}, 400),
+        (CHAT, chat_body() | {"model": "another"}, 404),
+        (CHAT, chat_body("x" * 9000), 400),
+        (CHAT, chat_body(response_format=BAD_GRAMMAR), 400),
+        (CHAT, chat_body(structured_outputs={"regex": "(a"}), 400),
+        (COMPLETIONS, {"prompt": [10**6]}, 400),
+        ("/tokenize", {"prompt": "abc"}, 200),
+        ("/detokenize", {"tokens": [97]}, 200),
+        ("/v1/messages/count_tokens", chat_body(), 200),
+    ],
+)
+async def test_what_was_looked_at_counts_as_a_request(path: str, body: dict[str, Any], status: int) -> None:
     async with open_server(settings_with(requests_per_minute=1)) as server:
-        for body in (chat_body(temperature=9), {"messages": 5}, chat_body("x" * 9000)):
-            assert (await server.client.post(CHAT, json=body, headers=bearer("k1"))).status_code == 400
-        answer = await server.client.post(CHAT, json=chat_body(max_tokens=1), headers=bearer("k1"))
-        assert answer.status_code == 200
+        post = partial(server.client.post, headers=bearer("k1"))
+        answer = await post(path, json=body)
+        assert (answer.status_code, answer.headers["x-ratelimit-remaining-requests"]) == (status, "0"), answer.text
+        again = await post(path, json=body)
+        assert (again.status_code, again.headers["retry-after"]) == (429, "60")
+
+
+async def test_a_body_that_is_broken_off_counts_as_a_request(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app(settings_with(requests_per_minute=1)) as (app, context), trio.open_nursery() as nursery:
+        driver = Driver(app, CHAT, chat_body(), more_body=True)
+        driver.scope["headers"].append((b"authorization", b"Bearer k1"))
+        nursery.start_soon(driver.run)
+        await trio.testing.wait_all_tasks_blocked()
+        driver.leave()
+        await trio.testing.wait_all_tasks_blocked()
+        assert context.limits.headers("alice", trio.current_time())["x-ratelimit-remaining-requests"] == "0"
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(("path", "status"), [(CHAT, 503), (COMPLETIONS, 503), ("/v1/messages", 529)])
+@pytest.mark.parametrize("why", ["queue_full", "draining"])
+async def test_what_the_server_cannot_take_costs_nothing(path: str, status: int, why: str) -> None:
+    limits = {"max_num_seqs": 1, "max_waiting": 1}
+    async with (
+        open_server(settings_with(requests_per_minute=1), limits=limits, step_seconds=0.02) as server,
+        trio.open_nursery() as nursery,
+    ):
+        post = server.client.post
+        if why == "queue_full":
+            others = partial(post, CHAT, json=chat_body(max_tokens=400), headers=bearer("k2"))
+            for number in (1, 2):  # one sits, one waits
+                nursery.start_soon(others)
+                with trio.fail_after(5):
+                    while server.engine.num_open < number or server.engine.snapshot()["requests"]["running"] == 0:
+                        await trio.sleep(0.001)
+        else:
+            server.engine.drain()
+        body = {"prompt": "a", "max_tokens": 1} if path == COMPLETIONS else chat_body(max_tokens=1)
+        for _ in range(3):
+            answer = await post(path, json=body, headers=bearer("k1"))
+            assert (answer.status_code, answer.headers["x-ratelimit-remaining-requests"]) == (status, "1"), answer.text
+        server.engine.abort_all("admin")
 
 
 async def test_prompt_and_answer_count_streamed_or_whole() -> None:

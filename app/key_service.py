@@ -47,10 +47,9 @@ class KeyService:
         self._store = None if opened is None else opened.store
         self._written: dict[int, float] = {}
         self._one_at_a_time = trio.CapacityLimiter(1)
-        self._version = 0
-        if self._store is not None:
-            self._version = self._store.version()
-            self.keyring.set_made(self._store.load())
+        self._version = 0 if opened is None else opened.version
+        if opened is not None:
+            self.keyring.set_made(opened.records)
 
     async def make(self, name: str, limits: KeyLimits) -> tuple[KeyRecord, str]:
         """Make a key that is valid from now on.

@@ -8,14 +8,16 @@ from __future__ import annotations
 import sqlite3
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
 
 from app.config_schema import KeyLimits
 from app.keys import Digests, KeyRecord
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 FILE_NAME: Final = "relevo.db"
@@ -58,10 +60,14 @@ class Opened:
     Attributes:
         store: the open database; `None` where there is none and none can be made.
         problem: why nothing can be written there.
+        records: the keys in it, the revoked too.
+        version: what `KeyStore.version` said before they were read.
     """
 
     store: KeyStore | None
     problem: str | None
+    records: Sequence[KeyRecord] = ()
+    version: int = 0
 
 
 class KeyStore:
@@ -71,7 +77,11 @@ class KeyStore:
         self._connection = connection
 
     def load(self) -> list[KeyRecord]:
-        """All keys, the revoked too, in the order in which they were made."""
+        """All keys, the revoked too, in the order in which they were made.
+
+        Raises:
+            StateError: they cannot be read.
+        """
         with _told():
             rows = self._connection.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY id").fetchall()  # noqa: S608 - constant
         return [_record(row) for row in rows]
@@ -147,11 +157,12 @@ def open_store(folder: Path) -> Opened:
     except OSError as error:
         return _open_as_it_is(path, (error.strerror or str(error)).lower())
     try:
-        return Opened(KeyStore(_connect(path)), None)
+        connection = _connect(path)
     except sqlite3.Error as error:
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
             return _open_as_it_is(path, str(error))
         raise _unreadable(path, str(error)) from None
+    return _read(path, connection, None)
 
 
 def has_keys(folder: Path) -> bool:
@@ -160,13 +171,10 @@ def has_keys(folder: Path) -> bool:
     Raises:
         ConfigError: there may be some, and they cannot be read.
     """
-    store = open_store(folder).store
-    if store is None:
-        return False
-    try:
-        return bool(store.load())
-    finally:
-        store.close()
+    opened = open_store(folder)
+    if opened.store is not None:
+        opened.store.close()
+    return bool(opened.records)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -201,7 +209,18 @@ def _open_as_it_is(path: Path, why: str) -> Opened:
         if connection is not None:
             connection.close()
         raise _unreadable(path, str(error)) from None
-    return Opened(KeyStore(connection), problem)
+    return _read(path, connection, problem)
+
+
+def _read(path: Path, connection: sqlite3.Connection, problem: str | None) -> Opened:
+    """The keys of an open database; it is closed where they cannot be read."""
+    store = KeyStore(connection)
+    try:
+        version = store.version()
+        return Opened(store, problem, store.load(), version)
+    except StateError as error:
+        store.close()
+        raise _unreadable(path, str(error)) from None
 
 
 def _unreadable(path: Path, why: str) -> ConfigError:
@@ -219,10 +238,21 @@ def _limit_values(limits: KeyLimits) -> tuple[int | None, int | None, int | None
     return limits.max_concurrent, limits.requests_per_minute, limits.tokens_per_minute
 
 
-def _record(row: tuple[object, ...]) -> KeyRecord:
+def _record(row: tuple[Any, ...]) -> KeyRecord:
+    """A row as a key.
+
+    Raises:
+        StateError: something in it is not what was written there.
+    """
     name, key, cookie, concurrent, requests, tokens, key_id, created, last_used, revoked = row
-    limits = KeyLimits.model_validate(
-        {"max_concurrent": concurrent, "requests_per_minute": requests, "tokens_per_minute": tokens}
+    times = [time for time in (created, last_used, revoked) if time is not None]
+    kinds = (name, str), (key, bytes), (cookie, bytes), *[(time, float) for time in times]
+    try:
+        limits = KeyLimits(max_concurrent=concurrent, requests_per_minute=requests, tokens_per_minute=tokens)
+    except ValidationError:
+        raise StateError(f"the limits of key {key_id} are damaged") from None
+    if not all(isinstance(value, kind) for value, kind in kinds):
+        raise StateError(f"key {key_id} is damaged")
+    return KeyRecord(
+        name, Digests(key, cookie), limits, key_id=key_id, created=created, last_used=last_used, revoked=revoked
     )
-    fields = {"key_id": key_id, "created": created, "last_used": last_used, "revoked": revoked}
-    return KeyRecord(str(name), Digests(key, cookie), limits, **fields)  # type: ignore[arg-type]

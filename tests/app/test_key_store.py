@@ -5,18 +5,24 @@ from __future__ import annotations
 import hashlib
 import re
 import sqlite3
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
 from app import key_service
 from app.config import load_settings, state_dir
+from app.config_schema import KeyLimits
 from app.key_store import FILE_NAME, SCHEMA_VERSION, StateError, has_keys, open_store
 from app.keys import SECRET_PREFIX, Digests, Keyring, cookie_for, make_secret
 from engine.errors import ConfigError
 from tests.app.keyed import HTML, asks, id_of, listed, make, serve
 from tests.app.serving import make_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_a_key_is_256_random_bits_and_only_digests_are_kept() -> None:
@@ -140,6 +146,35 @@ def test_a_database_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(ConfigError, match="a newer version"):
         open_store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("DROP TABLE keys", "no such table: keys"),
+        ("UPDATE keys SET max_concurrent = 'many'", "the limits of key 1 are damaged"),
+        ("UPDATE keys SET key_digest = 'text'", "key 1 is damaged"),
+        ("UPDATE keys SET created = 'yesterday'", "key 1 is damaged"),
+        ("UPDATE keys SET name = CAST(x'ff' AS TEXT)", "Could not decode"),
+    ],
+)
+def test_a_start_with_damaged_keys_is_one_line_of_wrong_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., tuple[int, str, str]], damage: str, words: str
+) -> None:
+    store = open_store(tmp_path).store
+    assert store is not None
+    store.add("alice", Digests.of("k1"), KeyLimits(max_concurrent=2), 1.0)
+    store.close()
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database, database:
+        database.execute(damage)
+    monkeypatch.setattr("app.cli.pull.fetch", Path)
+    exposed = ("--host", "0.0.0.0", "--admin-token", "t")
+    for more in ((), exposed):
+        code, _, err = run("serve", "--port", 0, "--state-dir", tmp_path, *more)
+        (line,) = [line for line in err.splitlines() if not line.startswith("Loading ")]
+        assert (code, line.startswith("relevo: The API keys in ")) == (2, True), err
+        assert f"({words}" in line
+        assert "set [server] state_dir" in line
 
 
 async def test_a_disk_that_fails_later_is_told_and_a_revoked_key_is_refused_all_the_same(

@@ -18,7 +18,6 @@ import app.cli.pull
 import app.server
 import engine.engine
 import engine.loading.fetch
-from app.cli import main
 from app.cli.progress import Progress
 from app.cli.pull import with_model
 from app.config import KeyLimits, load_settings
@@ -28,23 +27,10 @@ from engine.errors import EngineError, ModelFileError
 from tests.fakes import fake_config, open_fake_engine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from app.config import Settings
     from engine.engine import Engine
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command in this process; give exit code, stdout and stderr."""
-
-    def run_(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(word) for word in argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_
 
 
 @pytest.fixture
@@ -89,6 +75,8 @@ def one_line(text: str) -> str:
         (["bench", "--dtype", "int3"], "auto, float32, bfloat16"),
         (["bench", "--batch", "0"], "argument --batch: must be a whole number of at least 1"),
         (["bench", "--context", "two"], "argument --context: must be a whole number of at least 1"),
+        (["bench", "--quality-tokens", "-1"], "argument --quality-tokens: must be a whole number of at least 0"),
+        (["bench", "--quality-tokens", "1e4"], "argument --quality-tokens: must be a whole number of at least 0"),
     ],
 )
 def test_wrong_use_is_one_line_and_code_2(run: Any, argv: list[str], expected: str) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from app.cli import main
 from app.compare.load import Source
 from app.compare.measure import StepWatch
 from app.compare.options import Options
@@ -36,19 +35,6 @@ if TYPE_CHECKING:
 DESCRIBED = ("--memory-gb-per-second", "20", "--tflops", "0.5", "--parameters", "134515008")
 KV_BYTES = ("--kv-bytes-per-token", "23040")
 SIMULATE = ("compare", "--simulate", *DESCRIBED, *KV_BYTES)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command in this process; give exit code, stdout and stderr."""
-
-    def run_(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(word) for word in argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_
 
 
 @pytest.mark.parametrize(

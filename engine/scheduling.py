@@ -82,7 +82,7 @@ class Scheduling:
 
     async def _step(self, batch: ScheduledBatch) -> StepResult:
         planned = trio.current_time()
-        self._record(batch, planned)
+        self.log.append(StepRecord.of(self.scheduler, batch, planned))
         self.step_started = planned
         error: Exception | None = None
         try:
@@ -139,11 +139,3 @@ class Scheduling:
                 if self.scheduler.abort(sequence_id, reason) is not None and reason is FinishReason.ABORT:
                     now = trio.current_time()
                     await self._results.send(StepResult(now, now, StepUpdate([], [Ending(sequence_id, reason)])))
-
-    def _record(self, batch: ScheduledBatch, planned: float) -> None:
-        request_ids, preempted = map(self.scheduler.request_ids, (batch.sequence_ids, batch.preempted))
-        idle: tuple[tuple[int, str], ...] = ()
-        if len(batch) < self.scheduler.num_running:
-            taken = set(batch.seats)
-            idle = tuple([(s.seat, s.request_id) for s in self.scheduler.running if s.seat not in taken])
-        self.log.append(StepRecord(batch, request_ids, preempted, idle, planned))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from engine.counters import Counters
+    from engine.step_log import StepRecord
 
 
 class ServedRequest(NamedTuple):
@@ -30,15 +31,6 @@ class ServedRequest(NamedTuple):
     num_slow_gaps: int
 
 
-class RecordedStep(NamedTuple):
-    """One step, for a picture: `rows` are (seat, item index, `prefill`, `decode` or `padding`, tokens)."""
-
-    start: float
-    seconds: float
-    rows: tuple[tuple[int, int, str, int], ...]
-    preempted: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     """What came of it.
@@ -51,7 +43,7 @@ class SimulationResult:
         makespan: seconds from the start to the last ending.
         busy_seconds: seconds of steps in it.
         counters: the scheduler's own: rows, padding, preemptions, KV slots.
-        steps: the first of the steps, as many as were asked for.
+        steps: the first of the steps, as many as were asked for; item 0 goes by the name `r1`.
     """
 
     requests: tuple[ServedRequest, ...]
@@ -61,7 +53,7 @@ class SimulationResult:
     makespan: float
     busy_seconds: float
     counters: Counters
-    steps: tuple[RecordedStep, ...]
+    steps: tuple[StepRecord, ...]
 
     @property
     def num_output_tokens(self) -> int:

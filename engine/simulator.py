@@ -18,7 +18,8 @@ from engine.fast_forward import is_closed, is_steady, num_steady_steps, repeat
 from engine.kv_cache import KVCache
 from engine.scheduler import MAX_SKIPPED, Scheduler
 from engine.sequence import SamplingParams, Sequence
-from engine.simulation_result import RecordedStep, ServedRequest, SimulationResult
+from engine.simulation_result import ServedRequest, SimulationResult
+from engine.step_log import StepRecord
 
 if TYPE_CHECKING:
     from engine.batch import ScheduledBatch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from engine.cost_model import CostModel
     from engine.workload import Workload
 
-__all__ = ["RecordedStep", "ServedRequest", "SimulationResult", "simulate"]
+__all__ = ["ServedRequest", "SimulationResult", "simulate"]
 
 STOP, ORDINARY = 0, 1
 VOCAB_SIZE = 50_000
@@ -132,7 +133,7 @@ class _Simulation:
         self._requests: list[ServedRequest] = []
         self._refused: list[int] = []
         self._failed: list[int] = []
-        self._steps: list[RecordedStep] = []
+        self._steps: list[StepRecord] = []
 
     def run(self) -> None:
         """Until everybody has ended."""
@@ -147,7 +148,7 @@ class _Simulation:
             shape = shape_of(batch)
             seconds = self._cost.seconds(shape)
             if self._num_steps < self._num_recorded_steps:
-                self._record(batch, seconds)
+                self._steps.append(StepRecord.of(scheduler, batch, self._now))
             self._now += seconds
             self._num_steps += 1
             update = scheduler.update(batch, StepOutput(batch.step, self._draw(batch)), self._now)
@@ -199,7 +200,7 @@ class _Simulation:
             prompt = (ORDINARY,) * item.num_prompt_tokens
         longest = self._workload.max_output_tokens if self._declared_max_tokens else 0
         params = SamplingParams(max_tokens=max(longest, item.num_output_tokens), stop_token_ids=frozenset((STOP,)))
-        sequence = Sequence(index, str(index), prompt, params, self._arrival(index))
+        sequence = Sequence(index, f"r{index + 1}", prompt, params, self._arrival(index))
         self._scheduler.add(sequence)
         self._live[index] = sequence
         self._ends_at[index] = item.num_prompt_tokens + item.num_output_tokens
@@ -298,9 +299,3 @@ class _Simulation:
             if late:
                 self._num_slow_gaps[sequence_id] = self._num_slow_gaps.get(sequence_id, 0) + late
             self._last_token[sequence_id] = end
-
-    def _record(self, batch: ScheduledBatch, seconds: float) -> None:
-        columns = zip(batch.seats, batch.sequence_ids, batch.decodes, batch.counts, strict=True)
-        rows = [(seat, index, "decode" if decodes else "prefill", count) for seat, index, decodes, count in columns]
-        rows += [(row.seat, int(row.request_id), "padding", row.count) for row in batch.padding]
-        self._steps.append(RecordedStep(self._now, seconds, tuple(rows), batch.preempted))

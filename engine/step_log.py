@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.batch import ScheduledBatch
     from engine.config import Limits
+    from engine.scheduler import Scheduler
 
 MAX_STEPS = 240
 
@@ -21,7 +22,7 @@ class StepRecord:
         request_ids: names, in the order of the batch's rows.
         preempted: names of those who lost their seat.
         idle: seat and name of those who sit there and got no tokens.
-        time: when it was planned, on the engine's clock.
+        time: when it was planned, on the engine's clock, or since a simulation's start.
     """
 
     batch: ScheduledBatch
@@ -29,6 +30,16 @@ class StepRecord:
     preempted: tuple[str, ...]
     idle: tuple[tuple[int, str], ...]
     time: float
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, batch: ScheduledBatch, time: float) -> StepRecord:
+        """Of the step that was planned last and has not been computed yet."""
+        idle: tuple[tuple[int, str], ...] = ()
+        if len(batch) < scheduler.num_running:
+            taken = set(batch.seats)
+            idle = tuple([(s.seat, s.request_id) for s in scheduler.running if s.seat not in taken])
+        names = scheduler.request_ids
+        return cls(batch, names(batch.sequence_ids), names(batch.preempted), idle, time)
 
     def as_json(self) -> dict[str, Any]:
         """`rows`: `[seat, request_id, "prefill" | "decode" | "idle" | "padding", tokens]`, a seat once or never."""

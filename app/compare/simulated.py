@@ -25,14 +25,14 @@ from engine.errors import EngineError
 from engine.simulator import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
     from app.compare.options import Options
     from engine.config import EngineConfig
-    from engine.simulator import RecordedStep, SimulationResult
+    from engine.simulator import SimulationResult
     from engine.workload import Workload
 
 DEFAULT_REQUESTS: Final = 2_000
@@ -285,7 +285,7 @@ def _run(
             set_aside_slots=counters.num_set_aside_slots,
             unwritten_slots=counters.num_unwritten_slots,
         ),
-        table=_table(result.steps, config.max_num_batched_tokens),
+        table=[step.as_json() for step in result.steps],
     )
 
 
@@ -304,17 +304,3 @@ def _answers(result: SimulationResult) -> tuple[Answer, ...]:
             for request in sorted(result.requests)
         ]
     )
-
-
-def _table(steps: Sequence[RecordedStep], budget: int) -> list[dict[str, Any]]:
-    """The recorded steps as `/ops/stats.json` has them."""
-    table = []
-    for number, step in enumerate(steps, 1):
-        rows: dict[int, list[Any]] = {}
-        for seat, index, kind, tokens in step.rows:
-            rows.setdefault(seat, [seat, f"r{index + 1}", kind, tokens])
-        preempted = [f"r{index + 1}" for index in step.preempted]
-        table.append(
-            {"step": number, "budget": budget, "generation": 0, "rows": list(rows.values()), "preempted": preempted}
-        )
-    return table

@@ -106,14 +106,13 @@ def test_what_never_fits_and_what_finds_the_queue_full_is_told() -> None:
 
 def test_the_first_steps_are_recorded() -> None:
     workload = workload_of((0.0, 40, 2), (0.0, 1, 3))
-    result = play(workload, policy="static", num_recorded_steps=3, open_loop=False)
-    assert [step.rows for step in result.steps] == [
-        ((0, 0, "prefill", 32),),
-        ((1, 1, "padding", 32),),
-        ((0, 0, "prefill", 8), (1, 1, "prefill", 1), (1, 1, "padding", 7)),
+    result = play(workload, policy="static", num_recorded_steps=3, cost_model=ONE_SECOND, open_loop=False)
+    assert [step.as_json()["rows"] for step in result.steps] == [
+        [[0, "r1", "prefill", 32], [1, "r2", "idle", 0]],
+        [[0, "r1", "idle", 0], [1, "r2", "padding", 32]],
+        [[0, "r1", "prefill", 8], [1, "r2", "prefill", 1]],
     ]
-    assert result.steps[0].start == 0.0
-    assert result.steps[1].start == pytest.approx(result.steps[0].seconds)
+    assert [(step.batch.step, step.time) for step in result.steps] == [(1, 0.0), (2, 1.0), (3, 2.0)]
 
 
 def test_reserving_what_clients_ask_for_wastes_more_than_reserving_what_they_get() -> None:

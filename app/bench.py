@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 4, 16, 32)
 CONTEXTS = (300, 1000)
+QUALITY_TOKENS = 20_000
 HEADER = ("batch", "context", "step ms", "products ms", "ratio", "attention ms", "tokens/s", "of the floor")
 
 
@@ -32,6 +33,7 @@ def run_bench(
     seconds_per_row: float = 8.0,
     seconds_for_steps: float = 40.0,
     seconds_in_engine: float = 20.0,
+    quality_tokens: int = QUALITY_TOKENS,
     json_path: Path | None = None,
     echo: Callable[[str], None] = print,
 ) -> int:
@@ -41,6 +43,7 @@ def run_bench(
         seconds_per_row: time to spend on each row of the table, about.
         seconds_for_steps: time to spend on the steps that the cost model is fitted to, about.
         seconds_in_engine: time to spend on the same inside a running engine, about.
+        quality_tokens: tokens of ordinary text to compare with float32 over; 0 skips that.
         echo: takes each line of the table.
 
     Raises:
@@ -57,7 +60,8 @@ def run_bench(
             contexts=contexts,
             seconds_per_row=seconds_per_row,
             seconds_for_steps=seconds_for_steps,
-            report=lambda done, total: progress(done, total + 1),
+            quality_tokens=quality_tokens,
+            report=lambda done, total, note: progress(done, total + 1, note),
         )
         alone = CostModel.from_json(result["cost_model"])
         whole, fit = trio.run(partial(measure_engine_part, config, alone, seconds_in_engine))
@@ -99,7 +103,19 @@ def table_of(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"mean negative log-likelihood of a short text: {quality['mean_nll']:.4f}{against}",
+        quality_line(quality),
         f"cost model: {fit['steps']} steps fitted; error on {fit['held_out_steps']} others "
         f"{fit['held_out_error_median']:.1%} (median), {fit['held_out_error_p95']:.1%} (p95); "
         f"inside the engine {fit['stretch']:.2f} times as long",
     ]
+
+
+def quality_line(quality: dict[str, Any]) -> str:
+    """How far the model is from itself in float32, or why that is not told."""
+    if "why" in quality:
+        return f"divergence from float32: not measured ({quality['why']})"
+    return (
+        f"divergence from float32 over {quality['tokens']:,} tokens of text: KL mean {quality['kl_mean']:.6f}, "
+        f"p99.9 {quality['kl_p999']:.4f} nats; likeliest token another {quality['flipped_share']:.2%}; "
+        f"perplexity x {quality['perplexity_ratio']:.4f}"
+    )

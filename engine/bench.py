@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.machine import Machine, measure_machine, seconds_of
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
-from engine.scored_text import load_scored_text
+from engine.quality import measure_quality
 from engine.sequence import SamplingParams
 from engine.startup import load_model
 from kernels.paged_attention import AttentionPlan, Workspace, paged_attention, plan_attention
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.config import EngineConfig
-    from engine.loaded import TokenizerLike
+    from engine.loaded import LoadedModel
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
 
@@ -64,7 +64,8 @@ def measure_speed(
     contexts: Sequence[int],
     seconds_per_row: float,
     seconds_for_steps: float,
-    report: Callable[[int, int], None],
+    quality_tokens: int,
+    report: Callable[[int, int, str], None],
 ) -> dict[str, Any]:
     """Load the model and measure it.
 
@@ -73,7 +74,8 @@ def measure_speed(
         contexts: tokens each sequence has in the cache.
         seconds_per_row: time to spend on each pair of both, about.
         seconds_for_steps: time to spend on the steps that the cost model is fitted to, about.
-        report: called with (done, total) parts of the work.
+        quality_tokens: tokens of ordinary text to compare with float32 over; 0 skips that.
+        report: called with (done, total) parts of the work and a word about the next one.
 
     Returns:
         machine, model, dtype, rows, quality and cost_model, ready to be written as JSON.
@@ -83,20 +85,15 @@ def measure_speed(
         ModelError: the model cannot be loaded.
     """
     pairs = [(context, batch) for context in contexts for batch in batches]
-    model = load_model(replace(config, capacity_num_seqs=max(*batches, config.capacity_num_seqs)))
-    runner = model.runner
-    if not isinstance(runner, ModelRunner):
-        raise TypeError(f"cannot measure a {type(runner).__name__}")
-    if max(contexts) + MAX_ROUNDS + 2 > model.max_model_len:
-        raise ConfigError(f"The model knows a context of {model.max_model_len} tokens; that is too short to measure.")
+    model, runner = _load(config, max(batches), max(contexts))
     total = len(pairs) + 3
-    report(0, total)
+    report(0, total, "")
     machine = measure_machine(runner.model)
     rows = []
     for done, (context, batch) in enumerate(pairs, start=1):
-        report(done, total)
+        report(done, total, "")
         rows.append(measure_row(runner, machine, batch=batch, context=context, seconds=seconds_per_row))
-    report(total - 2, total)
+    report(total - 2, total, "")
     cost_model, fit = measure_cost_model(
         runner,
         num_seats=config.max_num_seqs,
@@ -104,9 +101,11 @@ def measure_speed(
         max_model_len=model.max_model_len,
         seconds=seconds_for_steps,
     )
-    report(total - 1, total)
-    quality = measure_quality(runner, model.tokenizer, model.max_model_len)
-    report(total, total)
+    report(total - 1, total, "")
+    quality = measure_quality(
+        model, runner, config, quality_tokens, lambda done, of: report(total - 1, total, f"{done} of {of} tokens read")
+    )
+    report(total, total, "")
     return {
         "machine": asdict(machine),
         "model": model.name,
@@ -116,6 +115,16 @@ def measure_speed(
         "quality": quality,
         "cost_model": {**cost_model.to_json(), "fit": fit},
     }
+
+
+def _load(config: EngineConfig, batch: int, context: int) -> tuple[LoadedModel, ModelRunner]:
+    """The model with at least `batch` seats, and its runner."""
+    model = load_model(replace(config, capacity_num_seqs=max(batch, config.capacity_num_seqs)))
+    if not isinstance(model.runner, ModelRunner):
+        raise TypeError(f"cannot measure a {type(model.runner).__name__}")
+    if context + MAX_ROUNDS + 2 > model.max_model_len:
+        raise ConfigError(f"The model knows a context of {model.max_model_len} tokens; that is too short to measure.")
+    return model, model.runner
 
 
 def measure_row(runner: ModelRunner, machine: Machine, *, batch: int, context: int, seconds: float) -> Row:
@@ -217,16 +226,3 @@ class DecodeSteps:
         """Columns of the inputs: residual stream, attended heads, feed-forward."""
         config = self._runner.model.config
         return config.hidden_size, config.num_heads * config.head_size, config.intermediate_size
-
-
-def measure_quality(runner: ModelRunner, tokenizer: TokenizerLike, max_tokens: int) -> dict[str, float | None]:
-    """Mean negative log-likelihood of a short text, in nats a token, and the built-in model's own in float32."""
-    scored = load_scored_text()
-    token_ids = tokenizer.encode(scored.text, parse_control=False)[:max_tokens]
-    scores = runner.score(token_ids)
-    config = runner.model.config
-    is_reference = tuple(token_ids) == scored.token_ids and (config.num_layers, config.hidden_size) == (30, 576)
-    return {
-        "mean_nll": sum(scores) / len(scores),
-        "reference_mean_nll": scored.mean_nll if is_reference else None,
-    }

@@ -74,6 +74,15 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def count(word: str) -> int:
     """A whole number of at least 1, for an option's `type`."""
-    if not (word.isascii() and word.isdigit() and int(word) >= 1):
-        raise argparse.ArgumentTypeError("must be a whole number of at least 1")
+    return _at_least(1, word)
+
+
+def count_or_zero(word: str) -> int:
+    """The same where 0 makes sense."""
+    return _at_least(0, word)
+
+
+def _at_least(least: int, word: str) -> int:
+    if not (word.isascii() and word.isdigit() and int(word) >= least):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}")
     return int(word)

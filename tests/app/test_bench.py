@@ -34,6 +34,7 @@ def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
         seconds_per_row=0.0,
         seconds_for_steps=0.0,
         seconds_in_engine=0.0,
+        quality_tokens=300,
         json_path=target,
         echo=lines.append,
     )
@@ -49,6 +50,12 @@ def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
     assert result["machine"]["threads"] == 1
     assert result["quality"]["mean_nll"] > 0
     assert result["quality"]["reference_mean_nll"] is None  # known for the built-in model alone
+    if dtype == "float32":
+        assert (result["quality"]["tokens"], result["quality"]["kl_mean"]) == (0, None)
+        assert lines[-2] == "divergence from float32: not measured (float32 is the reference)"
+    else:
+        assert (result["quality"]["tokens"], 0.0 < result["quality"]["kl_mean"] < 0.01) == (300, True)
+        assert lines[-2].startswith("divergence from float32 over 300 tokens of text: KL mean 0.00")
     fit = result["cost_model"]["fit"]
     assert fit["steps"] >= 40
     assert fit["engine_steps"] >= 30
@@ -57,7 +64,7 @@ def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
     assert model == CostModel.from_json(result["cost_model"])
     assert model.engine_step_seconds + model.engine_row_seconds > 0
     assert model.seconds(StepShape(4, 4, 4, 100)) > 0
-    assert len(lines) == 11
+    assert len(lines) == 12
     assert {len(line) for line in lines[3:8]} == {len(lines[3])}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -20,13 +21,23 @@ MAX_CHOICES_LENGTH: Final = 32_768
 
 # One space behind commas and colons and no other whitespace: a small model would fill its answer with it, and what is
 # fixed need not be generated. It is the spelling that most JSON in texts has.
-LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#
+# Of the escapes only those without which a character cannot be written: "\u0061" would be a second spelling of a
+# property called "a", under which llguidance (version 1.9) takes it for another one and lets any value follow.
+LAYOUT: Final = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": '"\\bfnrt',
+}
 LAYOUT_KEY: Final = "x-guidance"
 
 # Of strings; llguidance knows these.
 FORMATS: Final = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )  # fmt: skip
+# In a schema's text: a character that only such an escape could give.
+CONTROL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
 # What stands under these is data and no schema.
 DATA_KEYWORDS: Final = frozenset(("const", "enum", "default", "examples"))
 
@@ -85,14 +96,22 @@ def schema_text(schema: object, param: str) -> str:
     """A schema as JSON, with our layout of the answer in place of its own.
 
     Raises:
-        InvalidRequestError: it is no object, too long or nested too deeply.
+        InvalidRequestError: it is no object, too long or nested too deeply, or says what cannot be enforced and what
+            llguidance does not refuse itself.
     """
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"'{param}' must be a JSON schema, which is an object.", param=param)
     _check_depth(schema, param)
-    ours = {key: value for key, value in _formatted(schema).items() if key != LAYOUT_KEY} | {LAYOUT_KEY: LAYOUT}
+    ours = {key: value for key, value in _formatted(schema, param).items() if key != LAYOUT_KEY} | {LAYOUT_KEY: LAYOUT}
     text = json.dumps(ours, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     _check_text(text, MAX_SCHEMA_LENGTH, param)
+    if CONTROL.search(text):
+        raise InvalidRequestError(
+            f"'{param}' holds control characters other than tabs and line ends; no answer can have them.", param=param
+        )
+    if "/draft-03/" in str(schema.get("$schema")):
+        message = f"'{param}' is of JSON Schema's draft 3; write it in a later one."
+        raise InvalidRequestError(message, param=param)
     return text
 
 
@@ -182,14 +201,22 @@ def _check_depth(schema: Mapping[str, Any], param: str) -> None:
     raise InvalidRequestError(f"'{param}' is nested more than {MAX_SCHEMA_DEPTH} levels deep.", param=param)
 
 
-def _formatted(value: Any) -> Any:
-    """A schema without formats that cannot be held to: by its specification a format is a remark, no condition."""
+def _formatted(value: Any, param: str) -> Any:
+    """A schema without formats that cannot be held to: by its specification a format is a remark, no condition.
+
+    Raises:
+        InvalidRequestError: it asks for a number of properties that may have the same name in an answer.
+    """
     if isinstance(value, list):
-        return [_formatted(inner) for inner in value]
+        return [_formatted(inner, param) for inner in value]
     if not isinstance(value, dict):
         return value
+    least, required = value.get("minProperties"), value.get("required")
+    if isinstance(least, int | float) and least > 1 + len(required if isinstance(required, list) else ()):
+        message = f"'{param}' has a 'minProperties' that needs more than one property that is not 'required', which "
+        raise InvalidRequestError(message + "cannot be enforced here; name them as required.", param=param)
     return {
-        key: inner if key in DATA_KEYWORDS else _formatted(inner)
+        key: inner if key in DATA_KEYWORDS else _formatted(inner, param)
         for key, inner in value.items()
         if key != "format" or not isinstance(inner, str) or inner in FORMATS
     }

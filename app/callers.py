@@ -29,12 +29,14 @@ class Caller:
     Attributes:
         cache_root: from a body's `cache_salt` to where its chain in the prefix cache starts.
         key_name: name of the API key; empty without keys.
+        key_identity: of the API key; another one than that of an earlier key of the same name.
         background: whether whatever it asks for is background work.
     """
 
     cache_root: CacheRoot = no_sharing_rules
     key_name: str = ""
     background: bool = False
+    key_identity: str = ""
 
 
 NOBODY: Final = Caller()
@@ -61,8 +63,13 @@ class Callers:
 
     def of(self, who: str) -> Caller:
         """The caller of this name; what is not the name of a key is somebody on a server without keys."""
-        known = self._keyring.get(who) is not None
-        return Caller(partial(self._sharing.root, who), who if known else "", background=who in self._background)
+        record = self._keyring.get(who)
+        return Caller(
+            partial(self._sharing.root, who),
+            "" if record is None else record.name,
+            background=who in self._background,
+            key_identity="" if record is None else record.identity,
+        )
 
     def _check_name(self, name: str, where: str) -> None:
         names = self._keyring.names

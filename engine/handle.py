@@ -61,7 +61,9 @@ class GenerationRequest:
         skip_special_tokens: control tokens are not shown; otherwise as the vocabulary spells them.
         shown_token_ids: control tokens that are shown in any case.
         cache_root: only requests of the same root share cached blocks.
-        key_name: name of the API key that asked, empty without keys; between keys the engine is fair.
+        key_name: name of the API key that asked, empty without keys; shown to people.
+        key_identity: what tells that key from every other, also from an earlier one of its name; between keys the
+            engine is fair. Empty where the name is enough.
         background: background work waits for the interactive.
         priority: the lower goes first among the waiting ones of the same key.
     """
@@ -73,6 +75,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     cache_root: Hashable = ""
     key_name: str = ""
+    key_identity: str = ""
     background: bool = False
     priority: int = 0
     skip_special_tokens: bool = True

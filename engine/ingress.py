@@ -152,6 +152,7 @@ class Ingress:
             handle.arrival_time,
             cache_root=request.cache_root,
             key_name=request.key_name,
+            key_identity=request.key_identity,
             background=request.background,
             priority=request.priority,
             leader=self._leader(handle),

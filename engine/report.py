@@ -168,7 +168,7 @@ class Report:
         }
 
     def _by_key(self) -> dict[str, dict[str, int]]:
-        """What each named key has, and the weighted tokens it was served since the start."""
+        """What each named key has, and the weighted tokens it was served (`served_by_key`)."""
         served = served_by_key(*[work.fairness for work in self._scheduler.classes])
         groups = _by_key(self._scheduler.sequences)
         places = _places({name: groups.get(name, []) for name in served.keys() | groups.keys()})

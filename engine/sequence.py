@@ -101,7 +101,8 @@ class Sequence:
         arrival_time: seconds on the engine's clock.
         num_yields: how often it gave its seat to one with a better right to it.
         num_overtaken: how often one behind it in the queue was seated before it, for want of memory.
-        key_name: name of the API key that asked, empty without keys.
+        key_name: name of the API key that asked, empty without keys; shown to people.
+        key_identity: what its key's account goes by; the name where nothing else is given.
         background: whether it is background work, which waits for the interactive.
         priority: the lower goes first among those of its key.
         num_charged_tokens: tokens that its key's account was charged for.
@@ -141,6 +142,7 @@ class Sequence:
     num_remembered_blocks: int = 0
     next_full: int = 0
     key_name: str = ""
+    key_identity: str = ""
     background: bool = False
     priority: int = 0
     num_charged_tokens: int = 0
@@ -150,6 +152,7 @@ class Sequence:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.stop_token_ids = self.params.stop_token_ids
+        self.key_identity = self.key_identity or self.key_name
 
     @property
     def num_tokens(self) -> int:

@@ -26,6 +26,8 @@ OUTPUT_WEIGHT = 2.0
 CACHED_WEIGHT = 0.1
 # How far a key may be ahead of the least served and still go first because it lacks seats, in weighted tokens.
 SHARE_SLACK = 1000.0
+# Accounts of so many keys that have nothing here are kept, those that left last.
+MAX_IDLE_ACCOUNTS = 256
 
 
 @dataclass(slots=True)
@@ -33,12 +35,16 @@ class Account:
     """What one key was given, and what it asks for now.
 
     Attributes:
+        identity: which key it is; of all keys there ever are each has another.
+        name: what people call it. One that was revoked and a later one may share it.
         counter: its virtual counter, in weighted tokens; lifted when it returns.
         served: weighted tokens that it was really charged for.
         num_waiting: how many of its sequences wait.
         num_seats: how many seats it holds.
     """
 
+    identity: str
+    name: str
     counter: float = 0.0
     served: float = 0.0
     num_waiting: int = 0
@@ -57,18 +63,24 @@ class Fairness:
       `SHARE_SLACK` ahead of the least served: counters alone do not bound its wait for a seat. The paper's bound on
       the difference in service grows by as much.
 
-    Keys come from the closed set of names in the configuration; one that went idle keeps one small account.
+    Keys are made and revoked while the server runs, so accounts go by their identity, not by their name, and of those
+    that have nothing here the `MAX_IDLE_ACCOUNTS` that left last are kept. One that returns after so many others have
+    left is treated as a newcomer: it is lifted, and what it had beyond that is forgotten.
     """
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
+        self._idle: dict[str, Account] = {}  # in the order in which they left
         self._seated: dict[int, Sequence] = {}
         self._last_left: Account | None = None
         self._num_busy = 0
 
     @property
     def accounts(self) -> Mapping[str, Account]:
-        """Every key that ever asked, to be read only; their counters are true after `settle`."""
+        """By identity every key that has something here, or had lately; to be read only.
+
+        The counters are true after `settle`.
+        """
         return self._accounts
 
     def share(self, num_seats: int) -> int:
@@ -124,16 +136,27 @@ class Fairness:
         self._count(account, waiting=-1)
 
     def _account(self, sequence: Sequence) -> Account:
-        account = self._accounts.get(sequence.key_name)
+        identity = sequence.key_identity
+        account = self._accounts.get(identity)
         if account is None:
-            account = self._accounts[sequence.key_name] = Account()
+            account = self._accounts[identity] = Account(identity, sequence.key_name)
         return account
 
     def _count(self, account: Account, *, waiting: int = 0, seats: int = 0) -> None:
         was_busy = account.num_waiting + account.num_seats > 0
         account.num_waiting += waiting
         account.num_seats += seats
-        self._num_busy += (account.num_waiting + account.num_seats > 0) - was_busy
+        is_busy = account.num_waiting + account.num_seats > 0
+        if is_busy == was_busy:
+            return
+        self._num_busy += is_busy - was_busy
+        if is_busy:
+            self._idle.pop(account.identity, None)
+            return
+        self._idle[account.identity] = account
+        if len(self._idle) > MAX_IDLE_ACCOUNTS:
+            longest = next(iter(self._idle))
+            del self._idle[longest], self._accounts[longest]
 
     def _settle(self, sequence: Sequence, account: Account) -> None:
         num_new = len(sequence.token_ids) - sequence.num_charged_tokens
@@ -146,14 +169,17 @@ class Fairness:
 
 
 def served_by_key(*classes: Fairness) -> dict[str, int]:
-    """Weighted tokens that each named key was served since the start, all classes of work together; charges nothing."""
+    """Weighted tokens by the name of the key they were served to, all classes of work together; charges nothing.
+
+    Since the start, or since the key's account was opened anew; keys of the same name count as one here.
+    """
     served: dict[str, float] = {}
     for fairness in classes:
-        for key, account in fairness.accounts.items():
-            served[key] = served.get(key, 0.0) + account.served
+        for account in fairness.accounts.values():
+            served[account.name] = served.get(account.name, 0.0) + account.served
         for sequence in fairness.seated_now:
             served[sequence.key_name] += OUTPUT_WEIGHT * (len(sequence.token_ids) - sequence.num_charged_tokens)
-    return {key: round(tokens) for key, tokens in served.items() if key}
+    return {name: round(tokens) for name, tokens in served.items() if name}
 
 
 class WaitingQueue:
@@ -191,7 +217,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """A newcomer: behind those of its key with the same or a lower number of priority."""
         self.fairness.joined(sequence, lift=True)
-        line = self._lines.setdefault(sequence.key_name, [])
+        line = self._lines.setdefault(sequence.key_identity, [])
         self._join(line, (1, sequence.priority, self._next_number, sequence))
 
     def put_back(self, sequence: Sequence) -> None:
@@ -202,7 +228,7 @@ class WaitingQueue:
     def put_back_own(self, sequence: Sequence) -> None:
         """Gave its seat to another key: to the front of its own key's line."""
         self.fairness.joined(sequence, lift=False)
-        line = self._lines.setdefault(sequence.key_name, [])
+        line = self._lines.setdefault(sequence.key_identity, [])
         self._join(line, (0, 0, -self._next_number, sequence))
 
     def remove(self, sequence: Sequence) -> None:
@@ -214,7 +240,7 @@ class WaitingQueue:
         line, entry = self._places.pop(sequence.sequence_id)
         del line[bisect_left(line, entry)]
         if not line and line is not self._front:
-            del self._lines[sequence.key_name]
+            del self._lines[sequence.key_identity]
         self.num_tokens -= sequence.num_tokens
         self.fairness.left(sequence)
 
@@ -236,7 +262,7 @@ class WaitingQueue:
             self.fairness.settle()
         passed: dict[str, _Entry] = {}
         while entry := self._next(passed, num_seats):
-            passed[entry[3].key_name] = entry
+            passed[entry[3].key_identity] = entry
             if with_followers or not entry[3].awaits_leader:
                 yield entry[3]
 

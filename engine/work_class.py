@@ -54,12 +54,12 @@ class WorkClass:
         """
         self.fairness.settle()
         accounts = self.fairness.accounts
-        account = accounts[waiter.key_name]
+        account = accounts[waiter.key_identity]
         most = max([other.num_seats for other in accounts.values()])
         if account.num_seats >= self.fairness.share(num_seats) or most < account.num_seats + 2:
             return None
         for other in reversed(self.running):
-            holder = accounts[other.key_name]
+            holder = accounts[other.key_identity]
             if (
                 holder.num_seats == most
                 and other.num_yields < MAX_YIELDS

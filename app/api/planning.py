@@ -131,6 +131,7 @@ def _make_requests(
             body.ignore_eos,
             cache_root=caller.cache_root(body.cache_salt),
             key_name=caller.key_name,
+            key_identity=caller.key_identity,
             background=caller.background or body.service_tier == "flex",
             priority=body.priority,
             skip_special_tokens=body.skip_special_tokens,

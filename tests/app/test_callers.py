@@ -25,6 +25,7 @@ def test_a_key_is_known_by_its_name_and_may_be_background_as_a_whole() -> None:
     known = callers(api_keys=KEYS, background_keys="batch")
     assert (known.of("alice").key_name, known.of("alice").background) == ("alice", False)
     assert (known.of("batch").key_name, known.of("batch").background) == ("batch", True)
+    assert known.of("alice").key_identity != known.of("batch").key_identity
 
 
 def test_without_keys_everybody_is_the_same() -> None:
@@ -62,7 +63,7 @@ def test_a_list_of_something_else_is_refused(value: object) -> None:
         (NOBODY, {"service_tier": "auto"}, False, "default"),
         (NOBODY, {"service_tier": "default"}, False, "default"),
         (NOBODY, {"service_tier": "flex"}, True, "flex"),
-        (Caller(key_name="batch", background=True), {}, True, None),
+        (Caller(key_name="batch", background=True, key_identity="7 batch"), {}, True, None),
         (Caller(key_name="batch", background=True), {"service_tier": "default"}, True, "flex"),
     ],
 )
@@ -73,8 +74,12 @@ async def test_the_engine_is_told_whose_it_is_and_which_class(
     async with open_fake_engine() as engine:
         body = chat_body(priority=-3) if url == CHAT_URL else {"prompt": "hello", "priority": -3}
         planned = plan(engine, url, body | fields, caller=caller)
+        handle = engine.submit(planned.requests[0])
+        await handle.accepted()
     asked = planned.requests[0]
     assert (asked.key_name, asked.background) == (caller.key_name, background)
+    assert handle.sequence is not None
+    assert handle.sequence.key_identity == (caller.key_identity or caller.key_name)
     assert asked.priority == (0 if "priority" in fields else -3)
     assert planned.envelope.service_tier == tier
 

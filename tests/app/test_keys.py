@@ -273,6 +273,21 @@ async def test_settings_may_name_a_key_that_was_made_also_after_it_was_revoked(t
         Callers(settings)
 
 
+async def test_a_new_key_is_another_than_an_old_one_of_the_same_name(tmp_path: Path) -> None:
+    """For the engine's fairness; people see the name."""
+    settings = make_settings()
+    async with open_keys(settings, tmp_path) as keys:
+        callers = Callers(settings, keys.keyring)
+        record, _ = await keys.make("alice", KeyLimits())
+        before = callers.of("alice")
+        assert record.key_id is not None
+        await keys.revoke(record.key_id)
+        await keys.make("alice", KeyLimits())
+        after = callers.of("alice")
+        assert before.key_name == after.key_name == "alice"
+        assert before.key_identity != after.key_identity
+
+
 async def test_a_new_key_reads_nothing_of_an_old_one_of_the_same_name(tmp_path: Path) -> None:
     settings = make_settings()
     async with open_keys(settings, tmp_path) as keys:

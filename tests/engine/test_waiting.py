@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sequence import SamplingParams, Sequence
-from engine.waiting import CACHED_WEIGHT, OUTPUT_WEIGHT, PROMPT_WEIGHT, Fairness, WaitingQueue, served_by_key
+from engine.waiting import (
+    CACHED_WEIGHT,
+    MAX_IDLE_ACCOUNTS,
+    OUTPUT_WEIGHT,
+    PROMPT_WEIGHT,
+    Fairness,
+    WaitingQueue,
+    served_by_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,12 +36,11 @@ def maker() -> Make:
     """Makes sequences that are named in the order in which they were made."""
     ids = count()
 
-    def make_sequence(key: str = "", *, priority: int = 0, num_prompt_tokens: int = 4) -> Sequence:
+    def make_sequence(key: str = "", *, priority: int = 0, num_prompt_tokens: int = 4, identity: str = "") -> Sequence:
         number = next(ids)
         prompt = tuple(range(num_prompt_tokens))
-        sequence = Sequence(number, f"r{number}", prompt, SamplingParams(), float(number))
-        sequence.key_name, sequence.priority = key, priority
-        return sequence
+        who = {"key_name": key, "key_identity": identity}
+        return Sequence(number, f"r{number}", prompt, SamplingParams(), float(number), **who, priority=priority)
 
     return make_sequence
 
@@ -156,6 +163,54 @@ def test_what_was_served_is_told_by_name_over_all_classes(make: Make) -> None:
             seat(queue, sequence)
             sequence.token_ids.append(7)
     assert served_by_key(*[queue.fairness for queue in classes]) == {"a": 2 * (10 + 2)}
+
+
+def test_a_key_pays_nothing_for_a_revoked_one_of_its_name(make: Make) -> None:
+    """The name is for people; accounts, lines and seats go by identity."""
+    fairness = Fairness()
+    queue = WaitingQueue(fairness)
+    old = make("alice", identity="1 alice", num_prompt_tokens=1000)
+    queue.add(old)
+    seat(queue, old)
+    for key, identity in (("bob", "3 bob"), ("alice", "1 alice"), ("alice", "2 alice")):
+        queue.add(make(key, identity=identity, num_prompt_tokens=100))
+    counters = {identity: account.counter for identity, account in fairness.accounts.items()}
+    assert counters == {"1 alice": 1000, "2 alice": 1000, "3 bob": 1000}  # a newcomer is lifted, to all the same
+    assert fairness.share(6) == 2
+    assert fairness.accounts["2 alice"].num_seats == 0
+    assert fairness.accounts["2 alice"].served == 0
+    assert seat_all(queue) == [1, 2, 3]
+    assert served_by_key(fairness) == {"alice": 1200, "bob": 100}
+
+
+def test_of_those_that_left_a_bounded_number_of_accounts_is_kept(make: Make) -> None:
+    fairness = Fairness()
+    queue = WaitingQueue(fairness)
+    stays, returns = make("stays"), make("returns", num_prompt_tokens=500)
+    for sequence in (stays, returns):
+        queue.add(sequence)
+        seat(queue, sequence)
+    fairness.vacated(returns)
+    for number in range(3 * MAX_IDLE_ACCOUNTS):
+        if number % MAX_IDLE_ACCOUNTS in (9, 200):  # it is back often enough to be known, and what it had stays with it
+            again = make("returns", num_prompt_tokens=1)
+            queue.add(again)
+            seat(queue, again)
+            fairness.vacated(again)
+        sequence = make("k", identity=f"{number} k")
+        queue.add(sequence)
+        if number % 2:
+            seat(queue, sequence)
+            fairness.vacated(sequence)
+        else:
+            queue.remove(sequence)
+    assert len(fairness.accounts) == MAX_IDLE_ACCOUNTS + 1
+    assert fairness.accounts["stays"].num_seats == 1
+    assert fairness.accounts["returns"].served == 506
+    assert "0 k" not in fairness.accounts
+    assert fairness.share(6) == 6
+    fairness.vacated(stays)
+    assert len(fairness.accounts) == MAX_IDLE_ACCOUNTS
 
 
 def test_an_abort_in_the_queue_costs_nothing(make: Make) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PATHS: Final = frozenset({"/tokenize", "/detokenize", "/openapi.json"})
 # What a page may read of an answer beside its body.
 _EXPOSED: Final = ", ".join((
-    "X-Request-Id", "Retry-After",
+    "X-Request-Id", "Request-Id", "Retry-After",
     *(f"x-ratelimit-{figure}-{what}" for what in ("requests", "tokens") for figure in ("limit", "remaining", "reset")),
 ))  # fmt: skip
 # Browsers ask again after so long; a list that was changed is in force by then.

@@ -15,6 +15,7 @@ from app.api.planning import check_model, plan_chat
 from app.api.requests import read_json
 from app.api.schemas import Body, parse_body
 from app.api.tokenize import encode_chat
+from app.api.unsupported import refuse_unsupported
 from engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -61,16 +62,13 @@ class MessagesBody(ConversationBody):
 
 
 def plan_messages(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
-    """Check a body of `/v1/messages`; see `planning.plan`.
+    """Check a body of `/v1/messages`; see `planning.plan_chat`.
 
     Raises:
         RelevoError: it cannot be served as it stands.
     """
     body = parse_body(MessagesBody, data)
-    for name, rest in MessagesBody.at_rest.items():
-        if data.get(name) is not None and data[name] not in rest:
-            message = f"'{name}' is not supported here. Leave it out."
-            raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+    refuse_unsupported(data, MessagesBody.at_rest)
     chat = conversation_to_chat(engine, body) | {
         "max_tokens": body.max_tokens,
         "stop": list(body.stop_sequences),

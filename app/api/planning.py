@@ -17,7 +17,6 @@ from app.api.kinds import MAX_PROMPTS
 from app.api.parts import PlainReader, Reader
 from app.api.schemas import parse_body
 from app.api.structured import join_grammars, read_grammar
-from app.callers import NOBODY
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
 
@@ -56,8 +55,8 @@ class Plan:
 Planner = Callable[["Engine", dict[str, Any], "Caller"], Plan]
 
 
-def plan(engine: Engine, url: str, data: dict[str, Any], *, caller: Caller = NOBODY) -> Plan:
-    """Check the body of a request to the route `url`.
+def plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
+    """Check the body of a chat.
 
     Args:
         caller: whose key it is, which class of work that is, and who shares its cached prompts.
@@ -65,11 +64,6 @@ def plan(engine: Engine, url: str, data: dict[str, Any], *, caller: Caller = NOB
     Raises:
         RelevoError: it cannot be served as it stands.
     """
-    return plan_chat(engine, data, caller) if url == CHAT_URL else plan_completion(engine, data, caller)
-
-
-def plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
-    """Check the body of a chat; see `plan`."""
     body = parse_body(ChatBody, data)
     check_model(engine, body)
     unsupported.refuse_unsupported(data, unsupported.CHAT)
@@ -86,7 +80,7 @@ def plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
 
 
 def plan_completion(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
-    """Check the body of a completion; see `plan`."""
+    """Check the body of a completion; see `plan_chat`."""
     body = parse_body(CompletionBody, data)
     check_model(engine, body)
     unsupported.refuse_unsupported(data, unsupported.COMPLETION)

@@ -68,7 +68,7 @@ class ResponsesBody(Body):
 
 
 def plan_response(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
-    """Check a body of `/v1/responses`; see `planning.plan`.
+    """Check a body of `/v1/responses`; see `planning.plan_chat`.
 
     Raises:
         RelevoError: it cannot be served as it stands.

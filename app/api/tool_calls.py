@@ -258,13 +258,13 @@ class HeldReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """What was cut off before it named a tool is text; the brackets after the last call are nothing."""
+        """What was cut off before it named a tool is text; behind a call it is the scrap of another, which is nothing."""
         text, self._held = self._held, ""
-        return [Text(text)] if text.strip(" \t\r\n{}[],") or (text and not self._count) else []
+        return [Text(text)] if text and not self._count else []
 
     def reason(self, reason: str) -> str:
-        """As for other calls."""
-        return "tool_calls" if self._count and reason == "stop" else reason
+        """As for other calls; but one that a stop string has cut off is not to be carried out."""
+        return "tool_calls" if self._count and self._end is None and reason == "stop" else reason
 
 
 def _load(text: str) -> Any:

@@ -9,6 +9,7 @@ import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from app.api.json_values import depth
 from engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -72,14 +73,12 @@ class Tooling:
         return [tool.definition for tool in self.tools]
 
 
-def parse_tooling(tools: object, choice: object, parallel: object) -> Tooling:
-    """Check `tools`, `tool_choice` and `parallel_tool_calls`.
+def parse_tooling(tools: object, choice: object, parallel: bool | None) -> Tooling:
+    """Check `tools` and `tool_choice`; `parallel` is `parallel_tool_calls`.
 
     Raises:
         InvalidRequestError: naming the field at fault.
     """
-    if parallel is not None and not isinstance(parallel, bool):
-        raise InvalidRequestError("'parallel_tool_calls' must be true or false.", param="parallel_tool_calls")
     known = {tool.name: tool for tool in _parse_tools(tools)}
     mode, names = _parse_choice(choice, tuple(known))
     if mode == "none" or not known:
@@ -131,20 +130,11 @@ def _parse_parameters(function: dict[str, Any], where: str) -> dict[str, Any]:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise InvalidRequestError(f"'{param}' must be a JSON schema of type 'object'.", param=param)
-    if _depth(parameters) > MAX_TOOL_DEPTH:
+    if depth(parameters) > MAX_TOOL_DEPTH:
         raise InvalidRequestError(f"'{param}' is nested deeper than {MAX_TOOL_DEPTH} levels.", param=param)
     if len(json.dumps(function)) > MAX_TOOL_LENGTH:
         raise InvalidRequestError(f"'{where}' is longer than {MAX_TOOL_LENGTH} characters of JSON.", param=where)
     return parameters
-
-
-def _depth(value: object) -> int:
-    """Levels of lists and objects."""
-    depth, level = 0, [value]
-    while level := [entry for entry in level if isinstance(entry, (dict, list))]:
-        depth += 1
-        level = [inner for entry in level for inner in (entry.values() if isinstance(entry, dict) else entry)]
-    return depth
 
 
 def _parse_choice(value: object, names: tuple[str, ...]) -> tuple[Mode, tuple[str, ...]]:

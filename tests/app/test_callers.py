@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import trio
 
-from app.api.planning import CHAT_URL, COMPLETION_URL, plan
+from app.api.planning import CHAT_URL, COMPLETION_URL
 from app.callers import NOBODY, Caller, Callers
 from app.config import load_settings
+from app.offline import PLANS
 from engine.errors import ConfigError
 from tests.app.serving import CHAT, chat_body, events, make_settings, open_server
 from tests.fakes import open_fake_engine
@@ -73,7 +74,7 @@ async def test_the_engine_is_told_whose_it_is_and_which_class(
 ) -> None:
     async with open_fake_engine() as engine:
         body = chat_body(priority=-3) if url == CHAT_URL else {"prompt": "hello", "priority": -3}
-        planned = plan(engine, url, body | fields, caller=caller)
+        planned = PLANS[url](engine, body | fields, caller)
         handle = engine.submit(planned.requests[0])
         await handle.accepted()
     asked = planned.requests[0]

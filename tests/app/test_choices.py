@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import trio
 
-from app.api.planning import COMPLETION_URL, plan
+from app.api.planning import plan_completion
+from app.callers import NOBODY
 from tests.app.serving import CHAT, COMPLETIONS, Driver, chat_body, events, open_app, open_server
 from tests.app.strict import ask_both, text_of
 from tests.fakes import FakeRunner, expected_output, open_fake_engine
@@ -73,12 +74,12 @@ async def test_chunks_of_choices_alternate() -> None:
 
 async def test_each_choice_has_noise_of_its_own_and_a_prompt_the_same_as_alone() -> None:
     async with open_fake_engine() as engine:
-        planned = plan(engine, COMPLETION_URL, {"prompt": ["a", "b"], "n": 2, "seed": 7})
+        planned = plan_completion(engine, {"prompt": ["a", "b"], "n": 2, "seed": 7}, NOBODY)
         drawn = [(request.params.seed, request.params.choice_index) for request in planned.requests]
         assert drawn == [(7, 0), (7, 1), (7, 0), (7, 1)]
-        alone = plan(engine, COMPLETION_URL, {"prompt": "b", "n": 2, "seed": 7})
+        alone = plan_completion(engine, {"prompt": "b", "n": 2, "seed": 7}, NOBODY)
         assert [request.params for request in alone.requests] == [request.params for request in planned.requests[2:]]
-        fresh = plan(engine, COMPLETION_URL, {"prompt": ["a", "a"]})
+        fresh = plan_completion(engine, {"prompt": ["a", "a"]}, NOBODY)
         assert fresh.requests[0].params.seed != fresh.requests[1].params.seed
         assert len({request.request_id for request in planned.requests}) == 4
 

@@ -65,6 +65,31 @@ async def test_a_call_that_is_cut_off(max_tokens: int) -> None:
         assert len(text) <= max_tokens
 
 
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TO_YORK = '{"name": "find", "arguments": {"city": "New York"}}'
+
+
+async def test_a_call_that_a_stop_string_has_cut_off_is_not_to_be_carried_out() -> None:
+    tools = [{"type": "function", "function": {"name": "find", "parameters": CITY}}]
+    for stop, arguments, reason in (
+        ([" York"], '{"city": "New', "stop"),
+        (["}}"], '{"city": "New York"', "stop"),
+        (["Boston"], '{"city": "New York"}', "tool_calls"),
+    ):
+        whole, chunks = await ask(TO_YORK, tools=tools, tool_choice="required", stop=stop)
+        assert shape(whole) == joined(chunks)
+        assert shape(whole)["calls"] == [["find", arguments]]
+        assert shape(whole)["reason"] == reason
+    request = test_anthropic.body(
+        tools=[{"name": "find", "input_schema": CITY}], tool_choice={"type": "any"}, max_tokens=100
+    )
+    async with open_server(answer=lambda prompt: TO_YORK.encode()) as server:
+        cut = (await server.client.post("/v1/messages", json=request | {"stop_sequences": [" York"]})).json()
+        complete = (await server.client.post("/v1/messages", json=request)).json()
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", " York")
+    assert (complete["stop_reason"], complete["content"][0]["input"]) == ("tool_use", {"city": "New York"})
+
+
 async def test_thinking_comes_before_a_demanded_call() -> None:
     template = FakeChatTemplate(["tools"], opening="<think>")
     async with open_server(chat_template=template) as server:

@@ -210,13 +210,18 @@ def test_arguments_under_a_grammar_leave_at_once() -> None:
     [
         ('{"na', '{"na', []),
         ('{"name": "weather", "arguments": {"ci', "", ['{"ci']),
-        ('[{"name": "weather", "arguments": {}}, {"name": "ti', ', {"name": "ti', ["{}"]),
+        ('[{"name": "weather", "arguments": {}}, {"name": "ti', "", ["{}"]),
+        ('[{"name": "weather", "arguments": {}}, {"name": "time", "arguments": {"a', "", ["{}", '{"a']),
     ],
 )
 def test_an_answer_that_was_cut_off_under_a_grammar(text: str, rest: str, arguments: list[str]) -> None:
-    message = read(text, reader=make_held())
-    assert message.text.strip("}]") == rest
+    reader = make_held()
+    message = read(text, reader=reader)
+    assert message.text == rest
     assert [call.arguments for call in message.calls] == arguments
+    assert reader.reason("length") == "length"
+    is_complete = bool(arguments) and arguments[-1].endswith("}")
+    assert reader.reason("stop") == ("tool_calls" if is_complete else "stop")
 
 
 def test_the_end_of_a_value_is_not_inside_a_string() -> None:

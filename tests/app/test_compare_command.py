@@ -23,6 +23,7 @@ from engine.config import SloTargets
 from engine.cost_model import CostModel, Curve
 from engine.errors import EngineError
 from engine.scripted_runner import ScriptedRunner
+from tests.app.killed import be_killed
 from tests.fakes import FakeRunner, fake_config, open_fake_engine
 from tests.tiny_models import make_config, make_tensors, write_gguf
 
@@ -153,15 +154,11 @@ def test_slow_gaps_are_counted_one_by_one() -> None:
     assert any(0 < answer.num_slow_gaps < answer.num_output_tokens - 1 for answer in run.answers)
 
 
-def _be_killed(_policy: str) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.slow
 def test_a_killed_process_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     with pytest.raises(EngineError, match="was killed"):
-        list(_run_all(_be_killed, MIN_REQUESTS_FOR_PROCESSES))
+        list(_run_all(be_killed, MIN_REQUESTS_FOR_PROCESSES))
 
 
 SAYS_WHEN_PROCESSES_BEGIN = """

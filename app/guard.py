@@ -62,15 +62,19 @@ class Guard:
                 body_read.set()
             return message
 
+        failed = False
         try:
             await self._app(scope, receive_body, sender)
         except Exception as error:
+            failed = True
             if sender.started:
                 raise
             await _send_error(sender, error)
         finally:
+            # What is open behind a whole answer was given up by it: it tells of an error.
+            cause = "error" if failed or sender.ended else "client"
             for handle in handles:
-                handle.abort("client")
+                handle.abort(cause)
             for permit in permits:
                 permit.close(trio.current_time())
 
@@ -87,11 +91,12 @@ class _Sender:
     def __init__(self, send: Callable[[Any], Awaitable[None]]) -> None:
         self._send = send
         self.started = False
+        self.ended = False
 
     async def __call__(self, message: Any) -> None:
         self.started = True
-        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        with trio.CancelScope(shield=is_last):
+        self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+        with trio.CancelScope(shield=self.ended):
             await self._send(message)
 
 

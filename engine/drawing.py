@@ -80,6 +80,8 @@ class Extras:
         self._penalties = Penalties(params, prompt, output, vocab_size) if params.has_penalties else None
         self._constraint = params.constraint
         self._output = output
+        ends = sorted(i for i in params.end_token_ids if 0 <= i < vocab_size)
+        self._end_ids: Ints = np.array(ends, dtype=np.int64)
         self._state: ConstraintState | None = None
 
     @staticmethod
@@ -87,11 +89,15 @@ class Extras:
         """Whether a request asks for any of it."""
         return params.num_logprobs is not None or params.constraint is not None or params.has_penalties
 
-    def adjust(self, logits: torch.Tensor, stop_ids: Ints) -> bool:
+    def adjust(self, logits: torch.Tensor, stop_ids: Ints, *, early: bool = False) -> bool:
         """Change the seat's logits, [V] float32, before a token is drawn.
 
+        Args:
+            stop_ids: what ends the answer, but for the caller's own stop tokens before `min_tokens`.
+            early: the answer has not reached `min_tokens` yet.
+
         Returns:
-            Whether only stop tokens are left, which then need not wait for `min_tokens`.
+            Whether only stop tokens are left, so that one of them must be drawn now.
 
         Raises:
             ConstraintError: the answer cannot go on.
@@ -104,12 +110,14 @@ class Extras:
             self._state = self._constraint.begin(self._output)
         allowed = _bits(self._state.allowed(), len(logits))
         logits.masked_fill_(torch.from_numpy(~allowed), -math.inf)  # three times as fast as by numpy's index
-        may_stop = allowed[stop_ids].any()
+        stops = stop_ids[allowed[stop_ids]]
         allowed[stop_ids] = False
         if allowed.any():
             return False
-        if not may_stop:
+        if not len(stops):
             raise ConstraintError("No token of the vocabulary may follow under the constraint of this request.")
+        if early and not np.isin(stops, self._end_ids).all():
+            logits[torch.from_numpy(self._end_ids)] = -math.inf  # behind the caller's own the answer goes on
         return True
 
     def take(self, token_id: int) -> tuple[int, ...]:
@@ -148,13 +156,17 @@ def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], se
     logprobs: dict[int, TokenLogprobs] = {}
     forced: dict[int, tuple[int, ...]] = {}
     failures: dict[int, str] = {}
+    stops_from = rows.stops_from.copy()
+    exempt: list[int] = []
     for row, seat, extra in asking:
         try:
-            if extra.adjust(logits[row], rows.stop_ids[seat]):
-                rows.stops_from[seat] = 0
+            if extra.adjust(logits[row], rows.stop_ids[seat], early=bool(positions[row] < stops_from[seat])):
+                exempt.append(seat)
         except ConstraintError as error:
             failures[row] = str(error)
+    rows.stops_from[exempt] = 0  # for this draw alone
     token_ids = sample(logits, rows, seats, positions)
+    rows.stops_from[:] = stops_from
     failures = _broken(token_ids) | failures
     for row, _, extra in asking:
         if row in failures:

@@ -11,13 +11,14 @@ from engine.outbox import Delta, Outbox, Usage
 from engine.sequence import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping
 
     from engine.errors import RelevoError
     from engine.grammar.spec import GrammarSpec
     from engine.sequence import Sequence
 
-ABORT_CAUSES = ("client", "timeout", "slow_client", "shutdown", "admin")
+# Whose doing it was; `error` is the server's own: another part of the same answer failed or was refused.
+ABORT_CAUSES = ("client", "timeout", "slow_client", "shutdown", "admin", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +144,6 @@ class Handle:
         """
         return await self.outbox.take()
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """All pieces, to be read once."""
-        delta = await self.take()
-        yield delta
-        while delta.finish_reason is None:
-            delta = await self.take()
-            yield delta
-
     def abort(self, cause: str) -> None:
         """End the request now, in whatever state it is. Synchronous, and harmless the second time.
 
@@ -166,6 +159,12 @@ class Handle:
         self._decided.set()
         if self._on_abort is not None:
             self._on_abort()
+
+    def watch(self, on_abort: Callable[[], None]) -> None:
+        """From now on, until it is taken in, an abort is told to `on_abort`, at once where there was one already."""
+        self._on_abort = on_abort
+        if self.abort_cause is not None:
+            on_abort()
 
     def accept(self, sequence: Sequence, on_abort: Callable[[], None]) -> None:
         """The engine took it in; from now on an abort is told to `on_abort`."""

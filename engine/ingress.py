@@ -18,12 +18,13 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.handle import ChatPrompt, TextPrompt, TokensPrompt
+from engine.loaded import require_chat_template
 from engine.messages import Add, End, Opened
 from engine.sequence import FinishReason, Sequence
 from engine.text_guard import strings_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from engine.constraint import Constraint
     from engine.grammar.compiler import GrammarCompiler
@@ -80,10 +81,12 @@ class Ingress:
         """Take in one handle after the other, for ever. What takes long (a long text, a new grammar) is done aside."""
         async with trio.open_nursery() as nursery:
             async for handle in self._arrivals:
-                request = handle.request
-                follows = handle.after is not None and not handle.after.is_decided
-                compiles = request.grammar is not None and not self._grammars.knows(request.grammar)
-                if follows or compiles or _length(request.prompt) > LONG_TEXT:
+                try:
+                    takes_long = self._takes_long(handle)
+                except Exception:
+                    self._give_up(handle)
+                    continue
+                if takes_long:
                     nursery.start_soon(self._take_in, handle)
                 else:
                     await self._take_in(handle)
@@ -98,29 +101,44 @@ class Ingress:
         if least > self._usable_capacity:
             raise ContextLengthError(least, self._usable_capacity, param=param, at_least=True)
 
+    def _takes_long(self, handle: Handle) -> bool:
+        """Whether it is taken in aside, so that others need not wait for it."""
+        request = handle.request
+        follows = handle.after is not None and not handle.after.is_decided
+        compiles = request.grammar is not None and not self._grammars.knows(request.grammar)
+        return follows or compiles or _length(request.prompt) > LONG_TEXT
+
     async def _take_in(self, handle: Handle) -> None:
+        token_ids: tuple[int, ...] = ()
+        constraint: Constraint | None = None
         try:
-            if handle.after is not None:
-                await handle.after.decided()
-            if handle.abort_cause is None:
-                token_ids = await self._tokenize(handle)
-                self._check(handle, token_ids)
-                constraint = await self._constraint(handle)
-                if constraint is not None:  # others came in while it was compiled; from here on nothing is awaited
-                    self._check_tokens(handle, len(token_ids), trio.current_time())
+            with trio.CancelScope() as scope:
+                # Whoever leaves keeps no place in the queue until its grammar has been tried.
+                handle.watch(scope.cancel)
+                if handle.after is not None:
+                    await handle.after.decided()
+                if handle.abort_cause is None:
+                    token_ids = await self._tokenize(handle)
+                    self._check(handle, token_ids)
+                    constraint = await self._constraint(handle)
+                    if constraint is not None:  # others came in while it was compiled; from here on nothing is awaited
+                        self._check_tokens(handle, len(token_ids), trio.current_time())
         except (RequestError, UnavailableError) as error:
             self._refuse(handle, error)
             return
         except Exception:
-            # Whatever a request brings, it must end that request alone.
-            log.exception("request %s could not be taken in", handle.request_id)
-            self._refuse(handle, EngineError("The request could not be taken in."))
+            self._give_up(handle)
             return
         if handle.abort_cause is None:
             handle.num_prompt_tokens = len(token_ids)
             await self._pass_on(handle, token_ids, constraint)
         else:
             self._on_refused(handle, None)
+
+    def _give_up(self, handle: Handle) -> None:
+        """Called while an error is handled: whatever a request brings, it must end that request alone."""
+        log.exception("request %s could not be taken in", handle.request_id)
+        self._refuse(handle, EngineError("The request could not be taken in."))
 
     def _refuse(self, handle: Handle, error: RelevoError) -> None:
         handle.refuse(error)
@@ -142,8 +160,8 @@ class Ingress:
         if constraint is not None:
             params = dataclasses.replace(params, constraint=constraint)
         if not request.ignore_eos:
-            stop_token_ids = params.stop_token_ids | self._tokenizer.stop_token_ids
-            params = dataclasses.replace(params, stop_token_ids=stop_token_ids)
+            own = self._tokenizer.stop_token_ids
+            params = dataclasses.replace(params, stop_token_ids=params.stop_token_ids | own, end_token_ids=own)
         return Sequence(
             handle.sequence_id,
             handle.request_id,
@@ -181,11 +199,7 @@ class Ingress:
             raise InvalidRequestError("The prompt is empty: give at least one token.", param=param)
         if len(token_ids) > self._usable_capacity:
             raise ContextLengthError(len(token_ids), self._usable_capacity, param=param)
-        last = self._tokenizer.vocab_size - 1
-        for token_id, _ in handle.request.params.logit_bias:
-            if not 0 <= token_id <= last:
-                message = f"Token id {token_id} is not in the vocabulary of 0 to {last}."
-                raise InvalidRequestError(message, param="logit_bias")
+        self._check_ids([token_id for token_id, _ in handle.request.params.logit_bias], "logit_bias")
         self._check_tokens(handle, len(token_ids), trio.current_time())
 
     async def _tokenize(self, handle: Handle) -> tuple[int, ...]:
@@ -194,24 +208,21 @@ class Ingress:
             return after.sequence.prompt_token_ids
         match prompt:
             case TokensPrompt(token_ids):
+                if len(token_ids) > self._usable_capacity:
+                    raise ContextLengthError(len(token_ids), self._usable_capacity, param=prompt.param)
                 self._check_ids(token_ids, prompt.param)
                 return token_ids
             case TextPrompt(text):
                 encode = partial(self._tokenizer.encode, text, parse_control=True)
             case ChatPrompt(messages, options=options):
-                if self._chat_template is None:
-                    raise InvalidRequestError(
-                        "This model has no chat template; use /v1/completions instead.", param=prompt.param
-                    )
-                encode = partial(self._chat_template.encode, list(messages), self._tokenizer, **options)
+                template = require_chat_template(self._chat_template)
+                encode = partial(template.encode, list(messages), self._tokenizer, **options)
         self.check_text(_least_length(prompt), prompt.param)
         if _length(prompt) > LONG_TEXT:
             return tuple(await trio.to_thread.run_sync(encode))
         return tuple(encode())
 
-    def _check_ids(self, token_ids: tuple[int, ...], param: str) -> None:
-        if len(token_ids) > self._usable_capacity:
-            raise ContextLengthError(len(token_ids), self._usable_capacity, param=param)
+    def _check_ids(self, token_ids: Collection[int], param: str) -> None:
         last = self._tokenizer.vocab_size - 1
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id <= last:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.errors import InvalidRequestError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -91,3 +93,11 @@ class LoadedModel:
     tokenizer: TokenizerLike
     chat_template: ChatTemplateLike | None
     remarks: tuple[str, ...] = ()
+
+
+def require_chat_template(template: ChatTemplateLike | None) -> ChatTemplateLike:
+    """A model's chat template; without one it cannot lay out a conversation, and this raises `InvalidRequestError`."""
+    if template is None:
+        message = "This model has no chat template, so it cannot chat; /v1/completions works."
+        raise InvalidRequestError(message, param="messages", code="no_chat_template")
+    return template

@@ -48,6 +48,7 @@ class SamplingParams:
         max_tokens: longest answer, in tokens; `None` is whatever fits.
         min_tokens: neither a stop token nor a stop string ends the answer before this many tokens.
         stop_token_ids: tokens that end the answer (the model's own end tokens unless `ignore_eos`).
+        end_token_ids: those of them that are the model's own. Under a constraint nothing can follow one.
         frequency_penalty: taken from a token's logit for each time it stands in the answer.
         presence_penalty: taken once from the logit of each token that stands in the answer.
         repetition_penalty: divides the positive and multiplies the negative logits of tokens that stand in the prompt
@@ -66,6 +67,7 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    end_token_ids: frozenset[int] = frozenset()
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -168,11 +170,12 @@ class Sequence:
     def end_reason(self) -> FinishReason | None:
         """Why it ends with its last token, if it does.
 
-        Before `min_tokens` a stop token ends nothing, unless a constraint left nothing else to draw.
+        Before `min_tokens` a stop token ends nothing, but for the model's own where a constraint left nothing else.
         """
         params = self.params
         if self.token_ids[-1] in self.stop_token_ids and (
-            self.num_output_tokens > params.min_tokens or params.constraint is not None
+            self.num_output_tokens > params.min_tokens
+            or (params.constraint is not None and self.token_ids[-1] in params.end_token_ids)
         ):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.end_length else None

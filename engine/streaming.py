@@ -29,10 +29,15 @@ class _Stream:
         request = handle.request
         self.handle = handle
         self.detokenizer = Detokenizer(tokenizer.token_bytes, skip=_hidden(request, tokenizer), stop=request.stop)
-        own = frozenset() if request.ignore_eos else tokenizer.stop_token_ids
-        self.stop_token_ids = request.params.stop_token_ids | own
+        self._end_token_ids = frozenset() if request.ignore_eos else tokenizer.stop_token_ids
+        self._stop_token_ids = request.params.stop_token_ids | self._end_token_ids
         self.times = RequestTimes(handle.arrival_time, handle.request.background)
         self.num_cached_tokens = 0
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether the next token is the one that stopped the sequence, by the rule of `Sequence.end_reason`."""
+        early = self.times.num_output_tokens < self.handle.request.params.min_tokens
+        return token_id in (self._end_token_ids if early else self._stop_token_ids)
 
 
 class Streaming:
@@ -99,7 +104,7 @@ class Streaming:
             stream = self._streams.get(sequence_id)
             if stream is None:
                 continue
-            if sequence_id in stopped and token_id in stream.stop_token_ids:
+            if sequence_id in stopped and stream.ends_with(token_id):
                 # The token that ends an answer is no part of its text, whatever it stands for.
                 self._stats.record_token(stream.times, result.finished)
                 stream.handle.outbox.append("", token_id, result.finished)

@@ -83,13 +83,14 @@ class ControlGuard:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Every string in a value made of strings, lists and mappings, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from strings_in(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from strings_in(inner)
+    """Every string in a value made of strings, lists and mappings, keys included; in no particular order."""
+    rest = [value]
+    while rest:
+        entry = rest.pop()
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, dict):
+            rest.extend(entry)
+            rest.extend(entry.values())
+        elif isinstance(entry, (list, tuple)):
+            rest.extend(entry)

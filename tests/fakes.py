@@ -21,9 +21,11 @@ from engine.errors import ConstraintError, InvalidRequestError
 from engine.loaded import LoadedModel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 
     from engine.constraint import ConstraintState
+    from engine.handle import Handle
+    from engine.outbox import Delta
     from engine.sequence import SamplingParams
 
 EOS = 256
@@ -346,3 +348,12 @@ async def open_fake_engine(
 
     async with open_engine(config, load=load, stepper=open_inline) as engine:
         yield engine
+
+
+async def read_deltas(handle: Handle) -> AsyncGenerator[Delta, None]:
+    """All pieces of an answer, to be read once."""
+    delta = await handle.take()
+    yield delta
+    while delta.finish_reason is None:
+        delta = await handle.take()
+        yield delta

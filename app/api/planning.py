@@ -12,11 +12,12 @@ from app.api import unsupported
 from app.api.bodies import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
 from app.api.conversation import read_conversation
 from app.api.envelope import ChatEnvelope, CompletionEnvelope, Envelope
-from app.api.errors import ApiError, ModelNameError
+from app.api.errors import ModelNameError
 from app.api.kinds import MAX_PROMPTS
 from app.api.parts import PlainReader, Reader
 from app.api.schemas import parse_body
 from app.api.structured import join_grammars, read_grammar
+from engine import loaded
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
 
@@ -108,7 +109,6 @@ def _make_requests(
 ) -> tuple[GenerationRequest, ...]:
     """A request for each choice of each prompt."""
     check_in_vocabulary(engine, body.stop_token_ids, "stop_token_ids")
-    check_in_vocabulary(engine, [token_id for token_id, _ in body.logit_bias], "logit_bias")
     num_choices = len(prompts) * body.n
     most = engine.config.max_waiting
     if num_choices > most:
@@ -184,10 +184,7 @@ def check_model(engine: Engine, body: Body) -> None:
 
 def require_chat_template(engine: Engine) -> ChatTemplateLike:
     """The model's chat template; without one it cannot lay out a conversation, and this raises."""
-    if engine.chat_template is None:
-        message = "This model has no chat template, so it cannot chat; /v1/completions works."
-        raise ApiError(400, message, param="messages", code="no_chat_template")
-    return engine.chat_template
+    return loaded.require_chat_template(engine.chat_template)
 
 
 def parse_prompts(value: object, capacity: int) -> list[TextPrompt | TokensPrompt]:

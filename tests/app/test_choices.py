@@ -190,6 +190,16 @@ async def test_one_choice_that_fails_fails_the_answer() -> None:
             await server.settle()
 
 
+async def test_what_is_given_up_with_a_failed_answer_is_not_the_clients_doing() -> None:
+    """It neither left nor waited too long: one prompt was refused, or one choice failed, and the other with it."""
+    async with open_server(max_model_len=64, step_seconds=0.01) as server:
+        response = await server.client.post(COMPLETIONS, json={"prompt": ["a", "x" * 200], "max_tokens": 50})
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        await server.settle()
+        requests = (await server.stats())["requests"]
+        assert set(requests["aborted_by_cause_and_phase"]) == {"error"}
+
+
 async def test_a_deadline_holds_for_all_choices() -> None:
     async with open_server(step_seconds=0.01) as server:
         response = await server.client.post(CHAT, json=chat_body(n=3, max_tokens=400, timeout=0.1))

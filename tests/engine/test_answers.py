@@ -21,6 +21,7 @@ from tests.fakes import (
     fake_config,
     fake_logprobs,
     open_fake_engine,
+    read_deltas,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def ask(max_tokens: int | None = 8, *, stop: tuple[str, ...] = (), **params: obj
 
 
 async def read(handle: Handle) -> list[Delta]:
-    return [delta async for delta in handle.deltas()]
+    return [delta async for delta in read_deltas(handle)]
 
 
 def text_of(deltas: list[Delta]) -> str:
@@ -236,6 +237,24 @@ async def test_a_caller_who_leaves_amid_forced_tokens_leaves_nothing(autojump_cl
         await engine.wait_idle()
         kv = engine.snapshot()["kv"]
         assert kv["free"] + kv["cached"] == kv["total"]
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "b"), (2, "ban"), (4, "banan"), (5, "banan"), (6, "banana")])
+@pytest.mark.parametrize("num_logprobs", [None, 0])
+async def test_a_stop_token_of_the_callers_own_waits_for_min_tokens_under_a_constraint(
+    min_tokens: int, text: str, num_logprobs: int | None, autojump_clock: MockClock
+) -> None:
+    """Though nothing else may be drawn in its place: behind it the answer goes on."""
+    for forces in (True, False):
+        fields = {"stop_token_ids": frozenset(b"a"), "constraint": OneOf((b"banana",), forces)}
+        async with open_fake_engine() as engine:
+            request = ask(50, min_tokens=min_tokens, num_logprobs=num_logprobs, **fields)
+            deltas = await read(engine.submit(request))
+        assert text_of(deltas) == text
+        assert [token_id for delta in deltas for token_id in delta.token_ids][: len(text)] == list(text.encode())
+        assert deltas[-1].finish_reason is FinishReason.STOP
+        assert deltas[-1].usage is not None
+        assert deltas[-1].usage.completion_tokens == len(text) + 1
 
 
 async def test_a_bias_for_a_token_that_is_not_there_is_refused_by_name(autojump_clock: MockClock) -> None:

@@ -215,6 +215,30 @@ def test_where_only_the_end_is_left_it_need_not_wait() -> None:
     assert drawn.token_ids.tolist() == [EOS]
 
 
+def test_a_stop_token_of_the_callers_own_goes_before_the_end_that_min_tokens_holds_back() -> None:
+    params = replace(GREEDY, min_tokens=3, stop_token_ids=frozenset({EOS, *b"a"}), end_token_ids=frozenset({EOS}))
+    params = replace(params, constraint=OneOf((b"bab", b"b"), False))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, EOS] = 9.0
+    for output, expected in ((b"b", [*b"a"]), (b"ba", [*b"b"]), (b"bab", [EOS])):
+        drawn, _ = draw_rows(logits, [params], [([1], list(output))])
+        assert drawn.token_ids.tolist() == expected
+    drawn, _ = draw_rows(logits, [replace(params, min_tokens=1)], [([1], list(b"b"))])
+    assert drawn.token_ids.tolist() == [EOS]
+
+
+def test_that_only_stop_tokens_were_left_holds_for_one_draw() -> None:
+    params = replace(GREEDY, min_tokens=3, stop_token_ids=frozenset(b"a"), constraint=OneOf((b"ab", b"aa"), False))
+    rows = SamplingRows(1, VOCAB_SIZE)
+    rows.set(0, params, 1)
+    extras = {0: Extras(params, [1], 1, VOCAB_SIZE)}
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, ord("a")] = 9.0
+    for position, expected in ((1, b"a"), (2, b"b")):
+        drawn = draw(logits.clone(), rows, extras, np.zeros(1, dtype=np.int64), np.array([position]))
+        assert bytes(drawn.token_ids.tolist()) == expected
+
+
 class Broken:
     """A constraint whose states fail where they are told to."""
 

@@ -14,7 +14,7 @@ from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPromp
 from engine.ingress import LONG_TEXT
 from engine.outbox import Delta
 from engine.sequence import FinishReason, SamplingParams
-from tests.fakes import FakeRunner, FakeTokenizer, expected_output, fake_config, open_fake_engine
+from tests.fakes import FakeRunner, FakeTokenizer, expected_output, fake_config, open_fake_engine, read_deltas
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -35,7 +35,7 @@ def answer(text: str, num_tokens: int) -> str:
 async def read(handle: Handle) -> tuple[str, list[int], Delta]:
     """All text, all token ids, and the last piece."""
     text, token_ids, last = "", [], Delta("", ())
-    async for last in handle.deltas():
+    async for last in read_deltas(handle):
         text += last.text
         token_ids.extend(last.token_ids)
     return text, token_ids, last
@@ -159,6 +159,19 @@ async def test_bad_prompts_are_refused_by_name(autojump_clock: MockClock) -> Non
         with pytest.raises(InvalidRequestError, match="no chat template"):
             await engine.submit(GenerationRequest("x", chat)).accepted()
         assert_clean(engine)
+
+
+async def test_a_prompt_that_cannot_even_be_measured_ends_alone(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_fake_engine() as engine:
+        other = engine.submit(ask("hi"))
+        broken = engine.submit(GenerationRequest("broken", TextPrompt(None)))  # type: ignore[arg-type]
+        with pytest.raises(EngineError, match="could not be taken in"):
+            await broken.accepted()
+        assert (await read(other))[0] == answer("hi", 8)
+        assert_clean(engine)
+    assert "request broken" in caplog.text
 
 
 async def test_a_chat_cannot_open_a_turn_from_within_its_content(autojump_clock: MockClock) -> None:

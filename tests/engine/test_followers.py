@@ -13,7 +13,7 @@ from engine.handle import GenerationRequest, TextPrompt
 from engine.ingress import LONG_TEXT
 from engine.sequence import FinishReason, SamplingParams
 from tests.engine.simulate import Simulation
-from tests.fakes import FakeRunner, expected_output, fake_config, open_fake_engine
+from tests.fakes import FakeRunner, expected_output, fake_config, open_fake_engine, read_deltas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ def submit_choices(engine: Engine, n: int, text: str = PROMPT, max_tokens: int =
 
 async def read(handle: Handle) -> tuple[str, FinishReason | None]:
     text, reason = "", None
-    async for delta in handle.deltas():
+    async for delta in read_deltas(handle):
         text, reason = text + delta.text, delta.finish_reason
     return text, reason
 

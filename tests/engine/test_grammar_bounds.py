@@ -22,13 +22,15 @@ from engine.grammar.spec import (
     regex_spec,
     schema_spec,
 )
-from engine.grammar.trial import TOO_LARGE
+from engine.grammar.trial import TOO_LARGE, Verdict
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import FinishReason, SamplingParams
-from tests.fakes import FakeTokenizer, expected_output, open_fake_engine
+from tests.fakes import FakeTokenizer, expected_output, fake_config, open_fake_engine, read_deltas
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from engine.handle import Handle
 
 
 def chain(length: int) -> dict[str, object]:
@@ -136,7 +138,7 @@ async def test_others_go_on_while_a_hostile_grammar_is_tried() -> None:
                 await handle.accepted()
             ended.append(name)
             return
-        async for delta in handle.deltas():
+        async for delta in read_deltas(handle):
             last = delta
         assert last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         ended.append(name)
@@ -160,10 +162,10 @@ async def test_an_answer_whose_grammar_takes_too_long_ends_alone() -> None:
     async with open_fake_engine(step_seconds=0.0) as engine:
         handle = engine.submit(GenerationRequest("h", text, SamplingParams(max_tokens=400), grammar=spec))
         other = engine.submit(GenerationRequest("f", text, SamplingParams(max_tokens=100)))
-        *_, last = [delta async for delta in handle.deltas()]
+        *_, last = [delta async for delta in read_deltas(handle)]
         assert last.finish_reason is FinishReason.ERROR
         assert "grammar" in (last.error or "")
-        pieces = [delta async for delta in other.deltas()]
+        pieces = [delta async for delta in read_deltas(other)]
         assert "".join([delta.text for delta in pieces]) == bytes(expected_output(b"hi", 100)).decode()
 
 
@@ -174,6 +176,47 @@ async def test_a_request_that_is_aborted_while_its_grammar_is_compiled_leaves_no
         handle.abort("client")
         await engine.wait_idle()
         assert engine.snapshot()["requests"]["running"] == 0
+
+
+class Trials:
+    """Stands in for the processes that try grammars: the first ones never end."""
+
+    def __init__(self, num_endless: int) -> None:
+        self.num_endless = num_endless
+        self.all_begun = trio.Event()
+
+    async def try_it(self, source: str) -> Verdict:
+        self.num_endless -= 1
+        if self.num_endless == 0:
+            self.all_begun.set()
+        if self.num_endless >= 0:
+            await trio.sleep_forever()
+        return Verdict("", source)
+
+
+async def test_who_leaves_holds_no_place_until_its_grammar_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is being tried, waits for its turn, for another's compilation, or for the leader of its choices."""
+    trials = Trials(num_endless=2)
+    monkeypatch.setattr("engine.grammar.compiler.try_it", trials.try_it)
+    async with open_fake_engine(fake_config(max_waiting=8)) as engine:
+
+        def submit(index: int, after: Handle | None = None) -> Handle:
+            grammar = regex_spec(f"[a-z]{{1,{index}}}", "p")
+            return engine.submit(GenerationRequest("r", TextPrompt("hi"), grammar=grammar), after)
+
+        leaving = [submit(1 + index) for index in range(4)]
+        leaving += [submit(1), submit(1, after=leaving[0])]
+        await trials.all_begun.wait()
+        for handle in leaving:
+            handle.abort("timeout")
+        staying = submit(1)
+        with trio.fail_after(5):
+            while engine.num_open > 1:
+                await trio.sleep(0.001)
+            *_, last = [delta async for delta in read_deltas(staying)]
+            assert last.finish_reason is FinishReason.STOP
+            await engine.wait_idle()
+        assert engine.snapshot()["requests"]["aborted_by_cause_and_phase"] == {"timeout": {"door": 6}}
 
 
 async def test_the_same_grammar_is_compiled_once_and_the_oldest_is_forgotten() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import SamplingParams
-from tests.fakes import open_fake_engine
+from tests.fakes import open_fake_engine, read_deltas
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -30,5 +30,5 @@ async def test_control_tokens_are_shown_where_somebody_asks(
         "r", TextPrompt("hi"), SamplingParams(max_tokens=4), skip_special_tokens=skips, shown_token_ids=shown
     )
     async with open_fake_engine(answer=lambda prompt: [257, 97, 258, 98]) as engine:
-        got = "".join([delta.text async for delta in engine.submit(request).deltas()])
+        got = "".join([delta.text async for delta in read_deltas(engine.submit(request))])
     assert got == text

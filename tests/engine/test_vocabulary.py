@@ -18,7 +18,7 @@ from engine.sequence import SamplingParams
 from engine.tokenizer import Tokenizer
 from tests.engine.tiny_engine import answer
 from tests.fake_checkpoint import FakeCheckpoint
-from tests.fakes import InlineStepper
+from tests.fakes import InlineStepper, read_deltas
 from tests.tiny_models import TEMPLATE, TOKENS, make_backend, make_config, make_tensors, write_gguf
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ async def test_a_token_that_the_model_lacks_is_refused_and_ends_nobody_elses_ans
             )
         said = ChatPrompt(({"role": "user", "content": "[PAD] and <more> are words"},))
         assert (await answer(engine, request(said))).error is None
-        assert [delta.text async for delta in beside.deltas()]
+        assert [delta.text async for delta in read_deltas(beside)]
         assert beside.outbox.last is not None
         assert (await answer(engine, neighbour)) == alone
         assert any("265 '[PAD]', 266 '<more>'" in remark for remark in engine.model.remarks)
@@ -93,7 +93,7 @@ async def test_padding_of_the_embedding_is_never_drawn(tmp_path: Path) -> None:
         for seed in range(4):
             params = SamplingParams(temperature=3.0, seed=seed, max_tokens=100, num_logprobs=20)
             handle = engine.submit(GenerationRequest("r", TextPrompt("hello"), params, ignore_eos=True))
-            told = [entry async for delta in handle.deltas() for entry in delta.logprobs]
+            told = [entry async for delta in read_deltas(handle) for entry in delta.logprobs]
             assert told
             assert all(token_id < SIZE for entry in told for token_id, _ in ((entry.token_id, 0.0), *entry.top))
 

@@ -18,7 +18,7 @@ from engine.loaded import LoadedModel
 from engine.sequence import SamplingParams
 from engine.tokenizer import Tokenizer
 from tests.fake_checkpoint import make_checkpoint, make_runner
-from tests.fakes import InlineStepper
+from tests.fakes import InlineStepper, read_deltas
 from tests.tiny_models import make_backend
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ async def answer(engine: Engine, request: GenerationRequest) -> Answer:
     handle = engine.submit(request)
     await handle.accepted()
     text, token_ids, last = "", [], None
-    async for last in handle.deltas():
+    async for last in read_deltas(handle):
         text += last.text
         token_ids += last.token_ids
     assert last is not None

@@ -129,6 +129,7 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
 
     @app.before_request
     async def check() -> Response | WerkzeugResponse | None:
+        g.arrived = trio.current_time()
         g.request_id = choose_request_id(request.headers.get(HEADER))
         rule = request.url_rule
         if rule is None:

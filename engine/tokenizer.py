@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Piece = str | int
 
 SPACE_MARK = "▁"
+# In characters; what is shorter keeps no other thread waiting that would notice.
+_LONG_TEXT = 4096
 
 
 def byte_alphabet() -> dict[int, str]:
@@ -214,7 +216,11 @@ class Tokenizer:
     def _encode_part(self, text: str, *, first: bool) -> list[int]:
         backend = self._backend if first else self._continuation
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            if len(text) < _LONG_TEXT:
+                ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            else:  # other threads run meanwhile only where it works on a list
+                [encoding] = backend.encode_batch([text], add_special_tokens=False)
+                ids = encoding.ids
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError("The text holds half of a surrogate pair; send whole characters.") from error
         return ids

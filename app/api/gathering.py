@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import trio
 
 from app.api.envelope import Ending, Written
+from app.api.parts import CallBegun
 from engine.outbox import Timing, Usage
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.handle import Handle
     from engine.outbox import Delta
+
+# Of a token's text, in characters, where it was not counted.
+TOKEN_SIZE: Final = 4
+# Of what is told about one token, its text and its log-probability; there may be twenty others beside it.
+_ENTRY_SIZE: Final = 64
 
 
 class Gathering:
@@ -128,6 +134,12 @@ class Whole:
         """All choices, once they have ended."""
         columns = zip(self._parts, self._entries, self._endings, strict=True)
         return [Written(index, *column) for index, column in enumerate(columns)]
+
+
+def size_of(choice: Written) -> int:
+    """How long it is when it is told, in characters, without what every answer has."""
+    texts = [len(part.text) for part in choice.parts if not isinstance(part, CallBegun)]
+    return sum(texts) + _ENTRY_SIZE * sum([1 + len(entry.top) for entry in choice.entries])
 
 
 def submit_choices(engine: Engine, plan: Plan, opened: Callable[[Handle], object]) -> list[Handle]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
 from quart import Response, g, request
 
 from app.api import sse
+from app.api.aside import dump_in_pieces, run_aside
 from app.api.errors import ApiError, describe
-from app.api.gathering import Choices, Gathering, Whole, submit_choices
+from app.api.gathering import TOKEN_SIZE, Choices, Gathering, Whole, size_of, submit_choices
 from app.api.requests import read_json
 from app.guard import HANDLES
 from engine.errors import DrainingError, EngineError, InvalidRequestError, QueueFullError
@@ -34,7 +35,7 @@ class Generation:
     """A generation that was submitted.
 
     Attributes:
-        deadline: on trio's clock; past it the request is ended with cause `timeout`.
+        deadline: on trio's clock, from the request's arrival; past it the request is ended with cause `timeout`.
     """
 
     plan: Plan
@@ -67,7 +68,7 @@ def submit(context: Context, planned: Plan) -> Generation:
     seconds = context.settings.server.request_timeout_seconds
     if planned.body.timeout is not None:
         seconds = min(seconds, planned.body.timeout)
-    return Generation(planned, Gathering(handles), trio.current_time() + seconds)
+    return Generation(planned, Gathering(handles), g.arrived + seconds)
 
 
 async def respond(generation: Generation) -> Response:
@@ -119,8 +120,10 @@ async def _respond_whole(generation: Generation) -> Response:
             if error is not None:
                 raise error
             whole.add(index, delta)
-    answer = generation.plan.envelope.whole(whole.written(), whole.choices.usage())
-    return Response(json.dumps(answer), content_type="application/json")
+    written, usage = whole.written(), whole.choices.usage()
+    envelope = generation.plan.envelope
+    text = await run_aside(lambda: dump_in_pieces(envelope.whole(written, usage)), sum(map(size_of, written)))
+    return Response(text, content_type="application/json")
 
 
 async def _stream(generation: Generation) -> AsyncIterator[bytes]:
@@ -150,7 +153,9 @@ async def _stream(generation: Generation) -> AsyncIterator[bytes]:
             data = envelope.heartbeat
         yield data
         sent = trio.current_time()
-    yield envelope.closing(choices.usage())
+    usage = choices.usage()
+    # Some count the tokens of a part of their answer once more.
+    yield await run_aside(partial(envelope.closing, usage), usage.completion_tokens * TOKEN_SIZE)
 
 
 def failure_of(delta: Delta) -> Exception | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-import trio
-
+from app.api.aside import run_aside
 from app.api.bodies import ChatBody
 from app.api.conversation import read_conversation
 from app.api.planning import check_model, parse_token_ids, require_chat_template
@@ -16,14 +15,9 @@ from engine.errors import InvalidRequestError
 from engine.text_guard import strings_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from app.http import Context
     from engine.engine import Engine
 
-T = TypeVar("T")
-# Beyond this many characters or ids the work is long enough to be felt by the other requests' streams.
-INLINE_SIZE: Final = 4096
 # What a turn costs beside its content.
 TURN_SIZE: Final = 64
 # What of a chat's body makes up its prompt.
@@ -41,12 +35,12 @@ async def tokenize(context: Context) -> dict[str, Any]:
     elif body.prompt is not None:
         engine.check_text(len(body.prompt), "prompt")
         encode = partial(engine.tokenizer.encode, body.prompt, parse_control=True, add_special=body.add_special_tokens)
-        tokens = await _run_aside(encode, len(body.prompt))
+        tokens = await run_aside(encode, len(body.prompt))
     else:
         raise InvalidRequestError("Send a 'prompt' or 'messages'.", param="prompt")
     texts = None
     if body.return_token_strs:
-        texts = await _run_aside(lambda: [engine.tokenizer.decode([token]) for token in tokens], 8 * len(tokens))
+        texts = await run_aside(lambda: [engine.tokenizer.decode([token]) for token in tokens], 8 * len(tokens))
     return {
         "count": len(tokens),
         "max_model_len": engine.model.context_length,
@@ -68,7 +62,7 @@ async def encode_chat(engine: Engine, data: dict[str, Any], *, add_generation_pr
     engine.check_text(sum(len(message["content"]) for message in messages), "messages")
     length = sum(map(len, strings_in([messages, prompt.options]))) + TURN_SIZE * len(messages)
     options = {"add_generation_prompt": add_generation_prompt, **prompt.options}
-    return await _run_aside(partial(template.encode, messages, engine.tokenizer, **options), length)
+    return await run_aside(partial(template.encode, messages, engine.tokenizer, **options), length)
 
 
 async def detokenize(context: Context) -> dict[str, Any]:
@@ -78,8 +72,4 @@ async def detokenize(context: Context) -> dict[str, Any]:
     engine = context.engine
     check_model(engine, body)
     tokens = parse_token_ids(body.tokens, engine.model.context_length, "tokens")
-    return {"prompt": await _run_aside(partial(engine.tokenizer.decode, tokens), len(tokens))}
-
-
-async def _run_aside(work: Callable[[], T], size: int) -> T:
-    return work() if size <= INLINE_SIZE else await trio.to_thread.run_sync(work)
+    return {"prompt": await run_aside(partial(engine.tokenizer.decode, tokens), len(tokens))}

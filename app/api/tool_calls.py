@@ -258,7 +258,7 @@ class HeldReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """What was cut off before it named a tool is text; behind a call it is the scrap of another, which is nothing."""
+        """What was cut off before it named a tool is text; behind a call it is nothing, a scrap of the next."""
         text, self._held = self._held, ""
         return [Text(text)] if text and not self._count else []
 

@@ -122,6 +122,10 @@ class Driver:
         with self._send:
             await self._app(self.scope, self._receive.receive, self._send.send)
 
+    def send_rest(self) -> None:
+        """The end of a body of which more was announced."""
+        self._to_app.send_nowait({"type": "http.request", "body": b"", "more_body": False})
+
     def leave(self) -> None:
         """The client goes away."""
         self._to_app.send_nowait({"type": "http.disconnect"})

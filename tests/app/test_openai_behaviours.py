@@ -56,12 +56,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from app.api import answers
 from app.api.bodies import ChatBody, CompletionBody
 from engine.config import EngineConfig
 from engine.startup import load_model
-from tests.app.serving import CHAT, COMPLETIONS, chat_body, events, open_server
+from tests.app.serving import CHAT, COMPLETIONS, Driver, chat_body, events, open_app, open_server
 from tests.app.strict import ask_both, parse, text_of
 from tests.fakes import FakeRunner, FakeTokenizer, expected_output
 from tests.tiny_models import write_hugging_face
@@ -152,6 +153,23 @@ async def test_no_delta_holds_half_a_character() -> None:
         # Where the limit cuts a character, and there alone, the end is marked.
         cut, _ = await ask_both(server, CHAT, chat_body(max_tokens=3))
         assert text_of(cut["choices"][0]) == "\ufffd"
+
+
+async def test_a_timeout_counts_from_arrival_however_long_the_upload_takes(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_app(step_seconds=1.0) as (app, context), trio.open_nursery() as nursery:
+        for upload, total in ((2, 5), (10, 10)):
+            driver = Driver(app, CHAT, chat_body(max_tokens=400, timeout=5), more_body=True)
+            nursery.start_soon(driver.run)
+            before = trio.current_time()
+            await trio.sleep(upload)
+            driver.send_rest()
+            assert await driver.status() == 408
+            assert trio.current_time() - before == pytest.approx(total, abs=0.1)
+            while await driver.body():
+                pass
+        await context.engine.wait_idle()
 
 
 async def test_every_error_has_one_shape() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +160,23 @@ def test_a_vocabulary_of_pieces_with_byte_fallback() -> None:
     assert tokenizer.encode("a<s>a a", parse_control=True) == expected[0] == [3, 0, 2, 3]
     assert tokenizer.encode("é", parse_control=True) == expected[1] == [1, 4, 5]
     assert tokenizer.decode([3, 2, 4, 5]) == " aaé"
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    """The backend holds them all up while it works on one text, but not while it works on a list of them."""
+    tokenizer = make_tokenizer()
+    text = "the quick brown fox " * 10_000
+    found: list[int] = []
+    worker = threading.Thread(target=lambda: found.extend(tokenizer.encode(text, parse_control=False)))
+    worker.start()
+    beats = -1  # one more comes when it is over
+    while worker.is_alive():
+        time.sleep(0.001)
+        beats += 1
+    assert beats >= 10
+    assert tokenizer.decode(found) == text
+    one = tokenizer.encode("the quick brown fox ", parse_control=False)
+    assert found == one * 10_000
 
 
 def test_long_prompts_take_time_in_proportion(checkpoint: Checkpoint) -> None:

@@ -24,17 +24,15 @@ import openvino
 import openvino_genai
 from openvino_genai.py_openvino_genai import GenerationStatus
 
-Queue = asyncio.Queue  # of one request: each token's text, and None at the end
-
 
 @dataclass(slots=True)
 class Request:
-    """What is asked, and where its answer goes."""
+    """What is asked, and where its answer goes: each token's text, and `None` at the end."""
 
     prompt_ids: list[int]
     max_tokens: int
     ignore_eos: bool
-    texts: Queue = field(default_factory=Queue)
+    texts: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
 
 
 class Pipeline:

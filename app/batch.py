@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TextIO
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from engine.engine import Engine
     from engine.outbox import Delta
+
+log = logging.getLogger("relevo.batch")
 
 INVALID_LINE: Final = "invalid_line"
 # Longer ones are not read to their end. A token is seldom more than 16 bytes of JSON, and few contexts are longer.
@@ -221,11 +224,16 @@ def _wrong(error: _WrongLineError, number: int) -> dict[str, Any]:
 
 
 async def _answer(engine: Engine, entry: _Entry, watch: Callable[[Delta], object]) -> dict[str, Any]:
-    """The result of a line; what the route would refuse is its `response`, with the status that it would have."""
+    """The result of a line; what the route would refuse is its `response`, with the status that it would have.
+
+    As over HTTP, a mistake of ours costs the one line that met it, and the log has it.
+    """
     try:
         job = plan_whole(engine, entry.url, entry.body)
         status, content = 200, await answer(engine, job, watch=watch)
-    except RelevoError as error:
+    except Exception as error:
+        if not isinstance(error, RelevoError):
+            log.exception("line %r of the batch could not be answered", entry.custom_id)
         described = describe(error)
         status, content = described.status, described.body
     response = {"status_code": status, "request_id": _make_id("req"), "body": content}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
+from pydantic_core import from_json
+
+from app.api.json_values import depth, find_non_finite
+from app.api.tools import MAX_TOOL_DEPTH
 from engine.errors import ContextLengthError, InvalidRequestError
 
 # `developer` is OpenAI's newer word for `system`; chat templates know only the older one.
@@ -117,14 +120,19 @@ def _parse_call(call: object, where: str) -> dict[str, Any]:
 
 
 def _load_arguments(text: str) -> Any:
-    """As the object that chat templates expect; what a model once wrote and is no object stays a string."""
+    """As the object that chat templates expect.
+
+    What a model once wrote and is no object stays a string; so does what is nested deeper than any tool may ask for,
+    because templates and what guards them walk through it by recursion.
+    """
     if not text.strip():
         return {}
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = from_json(text, allow_inf_nan=False)
+    except ValueError:
         return text
-    return value if isinstance(value, dict) else text
+    fits = isinstance(value, dict) and depth(value) <= MAX_TOOL_DEPTH and find_non_finite(value) is None
+    return value if fits else text
 
 
 def _match_result(message: dict[str, Any], entry: dict[str, Any], open_calls: dict[str, str], where: str) -> None:

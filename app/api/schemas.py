@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
+from app.api.json_values import find_non_finite
 from engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Body(Object):
 
 
 B = TypeVar("B", bound=Body)
+# A key may be as long as the body.
+MAX_PARAM_LENGTH: Final = 256
 
 
 class TokenizeBody(Body):
@@ -95,7 +98,7 @@ def parse_json_object(data: bytes | str) -> dict[str, Any]:
     """The JSON object in a request's body.
 
     Raises:
-        InvalidRequestError: not JSON, nested too deeply, or not an object.
+        InvalidRequestError: not JSON, nested too deeply, not an object, or with a number that no float can hold.
     """
     try:
         value = from_json(data, allow_inf_nan=False)
@@ -103,6 +106,10 @@ def parse_json_object(data: bytes | str) -> dict[str, Any]:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.", code="invalid_json")
+    path = find_non_finite(value)
+    if path is not None:
+        param = _path(path)[:MAX_PARAM_LENGTH]
+        raise InvalidRequestError(f"'{param}' is a number that is too large.", param=param, code="invalid_json")
     return value
 
 

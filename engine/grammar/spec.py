@@ -103,7 +103,11 @@ def schema_text(schema: object, param: str) -> str:
         raise InvalidRequestError(f"'{param}' must be a JSON schema, which is an object.", param=param)
     _check_depth(schema, param)
     ours = {key: value for key, value in _formatted(schema, param).items() if key != LAYOUT_KEY} | {LAYOUT_KEY: LAYOUT}
-    text = json.dumps(ours, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        text = json.dumps(ours, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:  # infinity, which is what 1e999 is read as; an integer of thousands of digits
+        message = f"'{param}' holds a number that cannot be written as JSON: {error}."
+        raise InvalidRequestError(message, param=param) from None
     _check_text(text, MAX_SCHEMA_LENGTH, param)
     if CONTROL.search(text):
         raise InvalidRequestError(
@@ -156,8 +160,8 @@ def choice_spec(choices: object, param: str) -> GrammarSpec:
 
 
 def literal(text: str) -> str:
-    """A text as a string of a Lark grammar, which is written as one of JSON."""
-    return json.dumps(text, ensure_ascii=False)
+    """A text as a string of a Lark grammar, which is written as one of JSON, but that U+007F needs an escape."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def lark_schema(schema: object, param: str) -> str:

@@ -20,7 +20,7 @@ from app import batch
 from app.api.planning import CHAT_URL, COMPLETION_URL
 from app.api.responses import RESPONSES_URL
 from engine.errors import ConfigError
-from tests.fakes import fake_config, open_fake_engine
+from tests.fakes import FakeChatTemplate, fake_config, open_fake_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -194,6 +194,36 @@ async def test_a_line_is_refused_in_the_words_of_the_route(autojump_clock: objec
     assert codes == {"no template": "no_chat_template", "ids": "context_length_exceeded"}
 
 
+class Broken(FakeChatTemplate):
+    """Lacks what every template has."""
+
+    def __init__(self) -> None:
+        """Nothing of it."""
+
+
+async def test_a_mistake_of_ours_costs_one_line_and_is_logged(
+    autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = line("chat", CHAT_URL, {"messages": [{"role": "user", "content": "hello"}]})
+    target = io.StringIO()
+    async with open_fake_engine(chat_template=Broken()) as engine:
+        counts = await batch.run_batch(engine, numbered([completion("a"), chat, completion("b")]), target)
+    assert (counts.answered, counts.failed) == (2, 1)
+    response = results(target)["chat"]["response"]
+    assert (response["status_code"], response["body"]["error"]["code"]) == (500, "internal_error")
+    assert "'chat'" in caplog.text
+    assert "AttributeError" in caplog.text
+
+
+async def test_a_number_that_no_float_can_hold_makes_its_line_wrong(autojump_clock: object) -> None:
+    wrong = completion("wrong", temperature=1).replace(b'"temperature": 1', b'"temperature": 1e999')
+    target = io.StringIO()
+    async with open_fake_engine() as engine:
+        counts = await batch.run_batch(engine, numbered([completion("a"), wrong, completion("b")]), target)
+    assert (counts.answered, counts.failed) == (2, 1)
+    assert "body.temperature" in results(target)[None]["error"]["message"]
+
+
 LINES = [
     *[completion(f"{i}", max_tokens=2 + i % 9) for i in range(40)],
     b"{broken",
@@ -257,7 +287,7 @@ PROGRAM = textwrap.dedent(
     from pathlib import Path
     import app.cli.pull, engine.engine
     from app.cli import main
-    from tests.fakes import fake_config, open_fake_engine
+    from tests.fakes import FakeChatTemplate, fake_config, open_fake_engine
 
     @asynccontextmanager
     async def open_(_config):

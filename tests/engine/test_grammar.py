@@ -155,6 +155,7 @@ async def test_forced_tokens_are_those_of_the_tokenizer() -> None:
         (regex_spec(r"a\$", "p"), ["a$"], ["a", "a\\"]),
         (regex_spec("(yes|no)", "p"), ["yes", "no"], ["yesno", ""]),
         (choice_spec(["a", "ab", 'c"\\\n', "日本"], "p"), ["a", "ab", 'c"\\\n', "日本"], ["b", "", "日"]),
+        (choice_spec(["a\x7fb", "\x01"], "p"), ["a\x7fb", "\x01"], ["a", "ab", "\\u007f"]),
         (lark_spec('start: "x" y+\ny: /[0-9]/', "p"), ["x1", "x123"], ["x", "1"]),
         (lark_spec('root ::= "x" y+\ny ::= [0-9]', "p"), ["x1", "x123"], ["x", "1"]),
         (schema_spec({"type": "string", "format": "password"}, "p"), ['"a"'], ["1"]),

@@ -11,6 +11,7 @@ from app.api.conversation import read_conversation
 from app.api.planning import check_model, parse_token_ids, require_chat_template
 from app.api.requests import read_json
 from app.api.schemas import DetokenizeBody, TokenizeBody, parse_body
+from app.api.unsupported import TOKENIZE_CHAT, TOKENIZE_TEXT, refuse_unsupported
 from engine.errors import InvalidRequestError
 from engine.text_guard import strings_in
 
@@ -30,6 +31,9 @@ async def tokenize(context: Context) -> dict[str, Any]:
     body = parse_body(TokenizeBody, data)
     engine = context.engine
     check_model(engine, body)
+    if body.messages is not None and body.prompt is not None:
+        raise InvalidRequestError("Send a 'prompt' or 'messages', not both.", param="prompt")
+    refuse_unsupported(data, TOKENIZE_TEXT if body.messages is None else TOKENIZE_CHAT)
     if body.messages is not None:
         tokens = await encode_chat(engine, data, add_generation_prompt=body.add_generation_prompt)
     elif body.prompt is not None:

@@ -50,6 +50,16 @@ COMPLETION: Final[dict[str, tuple[Any, ...]]] = _SHARED | {
     "suffix": ("",),
 }
 
+# What would change a prompt's tokens; a whole chat may be sent to be counted, and its other fields do not matter.
+TOKENIZE_CHAT: Final[dict[str, tuple[Any, ...]]] = {
+    name: CHAT[name]
+    for name in (
+        "add_special_tokens", "chat_template", "continue_final_message", "documents", "functions",
+        "truncate_prompt_tokens",
+    )
+}  # fmt: skip
+TOKENIZE_TEXT: Final[dict[str, tuple[Any, ...]]] = {"truncate_prompt_tokens": ()}
+
 
 def _same(value: object, rest: object) -> bool:
     # 1 == True in Python, but `"n": true` and `"logprobs": 0` are not the values at rest.

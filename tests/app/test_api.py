@@ -158,6 +158,33 @@ async def test_models() -> None:
         assert missing.json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}, "prompt"),
+        ({"prompt": "hi", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+        *(
+            ({"messages": [{"role": "user", "content": "hi"}], name: value}, name)
+            for name, value in (
+                ("add_special_tokens", True),
+                ("chat_template", "{{ messages }}"),
+                ("continue_final_message", True),
+                ("documents", [{"text": "x"}]),
+            )
+        ),
+    ],
+)
+async def test_tokens_that_would_not_be_those_of_the_request_are_not_told(fields: dict[str, Any], param: str) -> None:
+    async with open_server() as server:
+        refused = await server.client.post("/tokenize", json=fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        rest = {"add_special_tokens": False, "continue_final_message": False, "documents": [], "n": 3}
+        messages = [{"role": "user", "content": "hi"}]
+        told = (await server.client.post("/tokenize", json={"messages": messages, **rest})).json()["tokens"]
+        assert told == [257, *b"hi", 258]
+        assert (await server.client.post("/tokenize", json={"prompt": "hi", **rest})).json()["tokens"] == [*b"hi"]
+
+
 async def test_tokenize_and_back() -> None:
     async with open_server() as server:
         post = server.client.post

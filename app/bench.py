@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 BATCHES = (1, 4, 16, 32)
 CONTEXTS = (300, 1000)
 QUALITY_TOKENS = 20_000
-HEADER = ("batch", "context", "step ms", "products ms", "ratio", "attention ms", "tokens/s", "of the floor")
+PARTS = ("products", "head", "attention", "glue", "sampling", "inputs", "rest")
+HEADER = ("batch", "context", "new", "step ms", *PARTS, "tokens/s", "of the floor")
 
 
 def run_bench(
@@ -80,19 +81,18 @@ def table_of(result: dict[str, Any]) -> list[str]:
         f"{result['model']} in {result['dtype']} on {machine['processor']} ({machine['vector_extension']}), "
         f"{machine['threads']} threads",
         f"memory {machine['memory_bytes_per_second'] / 1e9:.1f} GB/s, "
-        f"products {machine['product_flops_per_second'] / 1e9:.0f} GFLOP/s",
+        f"products at best {machine['product_flops_per_second'] / 1e9:.0f} GFLOP/s",
         "",
         "  ".join(HEADER),
     ]
-    for row in result["rows"]:
+    for row in (*result["rows"], *result["prefill"]):
         cells = (
             f"{row['batch']}",
             f"{row['context']}",
+            f"{row['new_tokens']}",
             f"{row['step_seconds'] * 1e3:.1f}",
-            f"{row['gemm_seconds'] * 1e3:.1f}",
-            f"{row['step_seconds'] / row['gemm_seconds']:.2f}",
-            f"{row['attention_seconds'] * 1e3:.1f}",
-            f"{row['tokens_per_second']:.1f}",
+            *[f"{row['parts'][part] * 1e3:.1f}" for part in PARTS],
+            f"{row['tokens_per_second']:.0f}",
             f"{row['share_of_floor']:.0%}",
         )
         lines.append("  ".join(cell.rjust(len(name)) for cell, name in zip(cells, HEADER, strict=True)))

@@ -1,7 +1,6 @@
-"""How fast a model runs on this machine, without a server: decode steps beside what they are made of.
+"""How fast a model runs on this machine, without a server: steps, what they are made of, what bounds them.
 
-Step, matrix products and attention are timed in turn, round after round, and compared by their medians: on a shared
-machine only figures of the same moments can be compared.
+The parts of a step are timed within it, so they belong together; figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from engine.batch import ScheduledBatch, Seated
 from engine.bench_steps import measure_cost_model
 from engine.errors import ConfigError
-from engine.machine import Machine, measure_machine, seconds_of
+from engine.machine import Machine, measure_machine
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
 from engine.quality import measure_quality
 from engine.sequence import SamplingParams
 from engine.startup import load_model
-from kernels.paged_attention import AttentionPlan, Workspace, paged_attention, plan_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,23 +30,31 @@ if TYPE_CHECKING:
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
 
 
+# Tokens of the chunks of prompts that are measured, at the end of each context.
+PREFILL_TOKENS = 128
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Decode steps of `batch` sequences of `context` tokens each.
+    """Steps of `batch` sequences that have `context` tokens with the step's own.
 
     Attributes:
+        new_tokens: that each sequence adds: 1 for decode.
         step_seconds: a whole step with sampling, median.
-        gemm_seconds: its matrix products alone, head included, median.
-        attention_seconds: its attention alone, median.
+        gemm_seconds: its matrix products, those of the head included, median.
+        attention_seconds: its attention, median.
+        parts: median seconds of `inputs`, `glue`, `products`, `attention`, `head`, `sampling` and what is left.
         floor_seconds: what reading weights and cache, or the arithmetic, takes at the measured rates of the machine.
         share_of_floor: floor_seconds / step_seconds; 1 is as good as the machine allows.
     """
 
     batch: int
     context: int
+    new_tokens: int
     step_seconds: float
     gemm_seconds: float
     attention_seconds: float
+    parts: dict[str, float]
     tokens_per_second: float
     floor_seconds: float
     share_of_floor: float
@@ -78,21 +82,23 @@ def measure_speed(
         report: called with (done, total) parts of the work and a word about the next one.
 
     Returns:
-        machine, model, dtype, rows, quality and cost_model, ready to be written as JSON.
+        machine, model, dtype, rows, prefill, quality and cost_model, ready to be written as JSON.
 
     Raises:
         ConfigError: a context is longer than the model's, or does not fit in memory.
         ModelError: the model cannot be loaded.
     """
-    pairs = [(context, batch) for context in contexts for batch in batches]
+    decode = [(context, batch, 1) for context in contexts for batch in batches]
+    prefill = [(context, 1, min(PREFILL_TOKENS, context, config.max_num_batched_tokens)) for context in contexts]
     model, runner = _load(config, max(batches), max(contexts))
-    total = len(pairs) + 3
+    total = len(decode) + len(prefill) + 3
     report(0, total, "")
     machine = measure_machine(runner.model)
     rows = []
-    for done, (context, batch) in enumerate(pairs, start=1):
+    for done, (context, batch, new_tokens) in enumerate((*decode, *prefill), start=1):
         report(done, total, "")
-        rows.append(measure_row(runner, machine, batch=batch, context=context, seconds=seconds_per_row))
+        steps = Steps(runner, batch, context, new_tokens)
+        rows.append(measure_row(steps, machine, seconds=seconds_per_row))
     report(total - 2, total, "")
     cost_model, fit = measure_cost_model(
         runner,
@@ -111,7 +117,8 @@ def measure_speed(
         "model": model.name,
         "weights_kind": model.weights_kind,
         "dtype": model.dtype,
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) for row in rows[: len(decode)]],
+        "prefill": [asdict(row) for row in rows[len(decode) :]],
         "quality": quality,
         "cost_model": {**cost_model.to_json(), "fit": fit},
     }
@@ -127,102 +134,90 @@ def _load(config: EngineConfig, batch: int, context: int) -> tuple[LoadedModel, 
     return model, model.runner
 
 
-def measure_row(runner: ModelRunner, machine: Machine, *, batch: int, context: int, seconds: float) -> Row:
-    """Time decode steps of equal sequences.
+def measure_row(steps: Steps, machine: Machine, *, seconds: float) -> Row:
+    """Time steps for about so long."""
+    for _ in range(2):
+        steps.run()
+    steps.runner.take_seconds()
+    times: list[dict[str, float]] = []
+    end = time.perf_counter() + seconds
+    while len(times) < MIN_ROUNDS or (time.perf_counter() < end and len(times) < MAX_ROUNDS):
+        begin = time.perf_counter()
+        steps.run()
+        whole = time.perf_counter() - begin
+        parts = steps.runner.take_seconds()
+        times.append({**parts, "rest": whole - sum(parts.values()), "step": whole})
+    parts = {name: median(row[name] for row in times) for name in times[0]}
+    step = parts.pop("step")
+    read, operations = steps.bytes_and_operations()
+    floor = max(read / machine.memory_bytes_per_second, operations / machine.product_flops_per_second)
+    return Row(
+        batch=steps.batch,
+        context=steps.context,
+        new_tokens=steps.new_tokens,
+        step_seconds=step,
+        gemm_seconds=parts["products"] + parts["head"],
+        attention_seconds=parts["attention"],
+        parts=parts,
+        tokens_per_second=steps.batch * steps.new_tokens / step,
+        floor_seconds=floor,
+        share_of_floor=floor / step,
+        rounds=len(times),
+    )
+
+
+class Steps:
+    """Sequences of one length that take the same step again and again.
+
+    What is in the cache does not matter for the time, so what comes before is never computed.
+
+    Args:
+        context: tokens of each sequence, with those of the step.
+        new_tokens: of each in a step.
 
     Raises:
         ConfigError: their cache does not fit in memory.
     """
-    steps = DecodeSteps(runner, batch, context)
-    for _ in range(2):
-        for work in (steps.step, steps.products, steps.attention):
-            work()
-    times: list[tuple[float, float, float]] = []
-    end = time.perf_counter() + seconds
-    while len(times) < MIN_ROUNDS or (time.perf_counter() < end and len(times) < MAX_ROUNDS):
-        times.append((seconds_of(steps.step), seconds_of(steps.products), seconds_of(steps.attention)))
-    step, products, attention = (median(column) for column in zip(*times, strict=True))
-    read, flops = steps.bytes_and_flops()
-    floor = max(read / machine.memory_bytes_per_second, flops / machine.product_flops_per_second)
-    return Row(batch, context, step, products, attention, batch / step, floor, floor / step, len(times))
 
-
-class DecodeSteps:
-    """Sequences of one length that decode together, and the parts of their steps.
-
-    What is in the cache does not matter for the time, so the prompts are never computed.
-    """
-
-    def __init__(self, runner: ModelRunner, batch: int, context: int) -> None:
-        self._runner, self._batch, self._context = runner, batch, context
-        (group,) = runner.cache_spec.groups
+    def __init__(self, runner: ModelRunner, batch: int, context: int, new_tokens: int) -> None:
+        self.runner, self.batch, self.context, self.new_tokens = runner, batch, context, new_tokens
         block_size = runner.kv_caches[0].shape[3]
-        blocks_per_row = -(-(context + MAX_ROUNDS + 2) // block_size)
+        blocks_per_row = -(-(context + 1) // block_size)
         needed = batch * blocks_per_row * block_size * runner.cache_spec.bytes_per_token(runner.kv_element_bytes)
         if needed > available_bytes():
             raise ConfigError(f"{batch} sequences of {context} tokens need {needed} bytes of cache: more than is free.")
         runner.allocate_cache(batch * blocks_per_row)
         block_ids = list(range(batch * blocks_per_row))
         random.Random(0).shuffle(block_ids)  # noqa: S311 (as scattered as after an hour of service)
-        tables = torch.tensor(block_ids).view(batch, blocks_per_row)
-        self._plan: AttentionPlan = plan_attention(
-            tables,
-            torch.arange(batch + 1),
-            torch.full((batch,), context),
-            block_shape=(2, group.num_kv_heads, block_size, group.head_size),
-            dtype=runner.dtype,
-            workspace=Workspace(),
-        )
-        self._query = torch.randn(batch, runner.model.config.num_heads, group.head_size)
-        self._inputs = {width: torch.randn(batch, width) for width in self._widths()}
         prompt, greedy = tuple(range(1, context + 1)), SamplingParams(temperature=0.0)
-        self._seated = tuple(Seated(row, row, prompt, context, greedy) for row in range(batch))
-        self._new_blocks = tuple((row, tuple(tables[row].tolist())) for row in range(batch))
-        self._num_steps = 0
-
-    def step(self) -> None:
-        """One decode step of all sequences."""
-        first, rows = self._num_steps == 0, tuple(range(self._batch))
-        batch = ScheduledBatch(
-            step=self._num_steps,
-            seats=rows,
-            sequence_ids=rows,
-            starts=(self._context - 1 + self._num_steps,) * self._batch,
-            counts=(1,) * self._batch,
-            samples=(True,) * self._batch,
-            seated=self._seated if first else (),
-            new_blocks=self._new_blocks if first else (),
+        seats = tuple(range(batch))
+        self._batch = ScheduledBatch(
+            step=0,
+            seats=seats,
+            sequence_ids=seats,
+            starts=(context - new_tokens,) * batch,
+            counts=(new_tokens,) * batch,
+            samples=(True,) * batch,
         )
-        self._num_steps += 1
-        self._runner.execute(batch)
+        tables = [tuple(block_ids[row * blocks_per_row : (row + 1) * blocks_per_row]) for row in seats]
+        runner.execute(
+            ScheduledBatch(
+                step=0,
+                seated=tuple([Seated(row, row, prompt, context, greedy) for row in seats]),
+                new_blocks=tuple(enumerate(tables)),
+            )
+        )
 
-    @torch.inference_mode()
-    def products(self) -> None:
-        """The matrix products of a step, one after the other as in the model."""
-        hidden, attended, inner = (self._inputs[width] for width in self._widths())
-        for layer in self._runner.model.layers:
-            for product, x in zip(layer.products(), (hidden, attended, hidden, inner), strict=True):
-                product(x)
-        self._runner.model.head(hidden)
+    def run(self) -> None:
+        """One step of all sequences."""
+        self.runner.execute(self._batch)
 
-    @torch.inference_mode()
-    def attention(self) -> None:
-        """The attention of a step."""
-        for kv_cache in self._runner.kv_caches:
-            paged_attention(self._query, kv_cache, self._plan)
-
-    def bytes_and_flops(self) -> tuple[int, int]:
-        """What a step cannot do without: bytes of weights and cache read, floating-point operations."""
-        config, runner = self._runner.model.config, self._runner
-        hidden, attended, inner = self._widths()
-        key_value = 2 * config.num_kv_heads * config.head_size
-        per_layer = hidden * (attended + key_value) + attended * hidden + 3 * hidden * inner
-        weights = config.num_layers * per_layer + config.vocab_size * hidden
-        tokens = self._batch * self._context
-        read = weights * runner.dtype.itemsize + tokens * runner.cache_spec.bytes_per_token(runner.kv_element_bytes)
-        return read, 2 * weights * self._batch + 4 * tokens * attended * config.num_layers
-
-    def _widths(self) -> tuple[int, int, int]:
-        """Columns of the inputs: residual stream, attended heads, feed-forward."""
-        config = self._runner.model.config
-        return config.hidden_size, config.num_heads * config.head_size, config.intermediate_size
+    def bytes_and_operations(self) -> tuple[int, int]:
+        """What a step cannot do without: bytes of weights and cache read, arithmetic operations."""
+        model, config = self.runner.model, self.runner.model.config
+        head = config.vocab_size * config.hidden_size
+        products = self.batch * (self.new_tokens * (config.num_products - head) + head)
+        pairs = self.batch * sum(range(self.context - self.new_tokens + 1, self.context + 1))
+        cached = self.batch * self.context * self.runner.cache_spec.bytes_per_token(self.runner.kv_element_bytes)
+        attended = config.num_heads * config.head_size * config.num_layers
+        return model.read_bytes + cached, 2 * products + 4 * pairs * attended

@@ -11,7 +11,7 @@ import torch
 from engine.drawing import Extras
 from engine.models.llama import ModelInputs
 from engine.sampler import SamplingRows
-from kernels.paged_attention import Workspace, plan_attention
+from kernels.paged_attention import AttentionRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,10 +47,9 @@ class InputBatch:
     Args:
         max_num_seqs: seats.
         max_model_len: longest sequence, in tokens.
-        block_shape: of a layer's block, (2, KVH, block_size, D).
+        block_size: tokens of a KV block.
         null_block: a block that no sequence owns and that holds zeros; it fills the tables. The one behind it is
             written by padding and never read.
-        cache_dtype: of the KV cache.
         vocab_size: stop tokens beyond it can never be drawn and are dropped.
     """
 
@@ -59,16 +58,12 @@ class InputBatch:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        block_shape: tuple[int, int, int, int],
+        block_size: int,
         null_block: int,
-        cache_dtype: torch.dtype,
         vocab_size: int,
     ) -> None:
-        self._block_shape = block_shape
-        self._block_size = block_size = block_shape[2]
+        self._block_size = block_size
         self._null_block = null_block
-        self._cache_dtype = cache_dtype
-        self._workspace = Workspace()
         self._sequence_ids: Ints = np.full(max_num_seqs, -1, dtype=np.int64)
         # One column more than the context: the last token drawn is never computed, but it is written down.
         self._token_ids: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
@@ -111,20 +106,17 @@ class InputBatch:
         if batch.padding:
             blocks[np.repeat(order >= len(batch), counts)] = self._null_block + 1
         seq_lens = starts + counts
-        plan = plan_attention(
+        rows = AttentionRows(
             torch.from_numpy(self._block_tables[seats, : -(-int(seq_lens.max()) // self._block_size)]),
             torch.from_numpy(loc),
             torch.from_numpy(seq_lens),
-            block_shape=self._block_shape,
-            dtype=self._cache_dtype,
-            workspace=self._workspace,
         )
         model = ModelInputs(
             input_ids=torch.from_numpy(self._token_ids[token_seats, positions]),
             positions=torch.from_numpy(positions),
             block_ids=torch.from_numpy(blocks),
             offsets=torch.from_numpy(positions % self._block_size),
-            plan=plan,
+            rows=rows,
         )
         sampling = np.flatnonzero(samples[order])
         return StepInputs(model, order, loc[:-1], sampling, torch.from_numpy(loc[1:][sampling] - 1))

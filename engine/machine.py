@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engine.models.llama import LlamaModel
+    from engine.precision import Model
 
 READ_BYTES = 256 << 20  # larger than any processor's cache
-PRODUCT_ROWS = 256  # enough for a product to be bound by arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +23,7 @@ class Machine:
 
     Attributes:
         memory_bytes_per_second: reading memory in one long run, measured.
-        product_flops_per_second: the model's own matrix products at `PRODUCT_ROWS` rows, measured.
+        product_flops_per_second: the most that the kind of product the model uses reaches here, measured.
     """
 
     processor: str
@@ -38,33 +35,22 @@ class Machine:
 
 
 @torch.inference_mode()
-def measure_machine(model: LlamaModel) -> Machine:
+def measure_machine(model: Model) -> Machine:
     """Name the processor and measure how fast it reads and multiplies."""
     memory = torch.ones(READ_BYTES // 4)
-    read_seconds = median(seconds_of(memory.sum) for _ in range(7))
-    layers, config = model.layers[:8], model.config
-    x = torch.randn(PRODUCT_ROWS, config.hidden_size)
-
-    def multiply() -> None:
-        for layer in layers:
-            layer.gate_up(x)
-
-    flops = 2 * PRODUCT_ROWS * config.hidden_size * 2 * config.intermediate_size * len(layers)
+    times = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        memory.sum()
+        times.append(time.perf_counter() - begin)
     return Machine(
         processor=processor_name(),
         vector_extension=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
-        memory_bytes_per_second=READ_BYTES / read_seconds,
-        product_flops_per_second=flops / median(seconds_of(multiply) for _ in range(7)),
+        memory_bytes_per_second=READ_BYTES / median(times),
+        product_flops_per_second=model.product_rate(),
     )
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def machine_facts(num_threads: int = 0) -> dict[str, str]:

@@ -11,11 +11,10 @@ import torch
 
 from engine.batch import ScheduledBatch, Seated, StepOutput
 from engine.drawing import NOT_A_NUMBER, Drawn, draw
-from engine.errors import ConfigError
 from engine.input_batch import InputBatch, StepInputs
-from engine.models.linear import multiplies_bfloat16
-from engine.models.llama import LlamaModel
+from engine.precision import Model, Precision, choose_precision
 from engine.sequence import SamplingParams
+from engine.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,34 +22,15 @@ if TYPE_CHECKING:
     from engine.cache_spec import CacheSpec
     from engine.loading.checkpoint import Checkpoint
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WARM_UP_TOKENS = 32
-
-
-def resolve_dtype(name: str) -> tuple[torch.dtype, str]:
-    """The dtype to compute in, and one line that says why.
-
-    Args:
-        name: `auto`, `float32` or `bfloat16`.
-
-    Raises:
-        ConfigError: any other name.
-    """
-    if name == "auto":
-        if multiplies_bfloat16():
-            return torch.bfloat16, "this processor multiplies bfloat16, which halves what a step reads"
-        return torch.float32, "this processor has no bfloat16 arithmetic, float32 is the fastest here"
-    if name not in DTYPES:
-        raise ConfigError(f"model.dtype is {name!r}; it can be auto, {' or '.join(DTYPES)}.")
-    return DTYPES[name], "as configured"
 
 
 class ModelRunner:
     """A model with its cache.
 
     Args:
-        dtype: `auto`, `float32` or `bfloat16`: of weights and KV cache.
-        num_threads: threads of torch's pool.
+        dtype: one of `engine.precision.NAMES`.
+        num_threads: threads of torch's pool, and of the native kernels'.
         max_num_seqs: seats.
         max_num_batched_tokens: tokens of the largest step.
         max_model_len: longest sequence, in tokens.
@@ -58,7 +38,7 @@ class ModelRunner:
         silent_ids: tokens that are never drawn, for they stand for nothing.
 
     Raises:
-        ConfigError: the dtype is not known.
+        ConfigError: the dtype is not known, or does not go with the model.
     """
 
     def __init__(
@@ -73,8 +53,8 @@ class ModelRunner:
         block_size: int,
         silent_ids: Sequence[int] = (),
     ) -> None:
-        self.dtype, self.dtype_reason = resolve_dtype(dtype)
-        self.model: LlamaModel
+        self.precision: Precision = choose_precision(dtype, checkpoint)
+        self.model: Model
         self._checkpoint = checkpoint
         self._num_threads = num_threads
         self._max_num_seqs = max_num_seqs
@@ -82,6 +62,7 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._block_size = block_size
         self._silent_ids = torch.tensor(silent_ids, dtype=torch.int64)
+        self._watch = Stopwatch()
         self.kv_caches: list[torch.Tensor] = []
         self._rows: InputBatch
 
@@ -93,7 +74,7 @@ class ModelRunner:
     @property
     def kv_element_bytes(self) -> int:
         """Bytes of one element of the cache."""
-        return self.dtype.itemsize
+        return self.precision.cache_dtype.itemsize
 
     @torch.inference_mode()
     def load(self) -> None:
@@ -103,11 +84,12 @@ class ModelRunner:
             ModelError: the checkpoint cannot be read.
         """
         torch.set_num_threads(self._num_threads)
-        self.model = LlamaModel(
-            self._checkpoint.config,
-            self._checkpoint.tensors(),
-            dtype=self.dtype,
+        self.model = self.precision.build(
+            self._checkpoint,
+            num_threads=self._num_threads,
+            max_tokens=self._max_num_batched_tokens,
             max_model_len=self._max_model_len,
+            block_size=self._block_size,
         )
 
     @torch.inference_mode()
@@ -129,7 +111,9 @@ class ModelRunner:
         self._rows.apply(batch)
         if batch.is_empty:
             return StepOutput(batch.step, (), {}, time.perf_counter() - begin)
+        self._watch.start()
         inputs = self._rows.prepare(batch)
+        self._watch.lap("inputs")
         hidden = self.model.forward(inputs.model, self.kv_caches)
         drawn = self._draw(batch, inputs, hidden)
         broken = {row for row in _broken_rows(hidden, inputs) if row < len(batch)}
@@ -140,6 +124,10 @@ class ModelRunner:
                 self._clean(batch.seats[row])
         seconds = time.perf_counter() - begin
         return StepOutput(batch.step, tuple(drawn.token_ids.tolist()), failures, seconds, drawn.logprobs, drawn.forced)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Where the time of steps went since the last call of this, by part."""
+        return self._watch.take() | self.model.take_seconds()
 
     def score(self, token_ids: list[int]) -> list[float]:
         """Negative log-likelihood of each token but the first, in nats, for checks of quality."""
@@ -189,14 +177,16 @@ class ModelRunner:
         if len(self._silent_ids) > 0:
             logits.index_fill_(-1, self._silent_ids, -math.inf)
         seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
+        self._watch.start()
         drawn = draw(logits, self._rows.sampling, self._rows.extras, seats, positions)
         self._rows.append(seats, positions, drawn.token_ids, drawn.forced)
+        self._watch.lap("sampling")
         return drawn.placed(rows, len(batch))
 
     def _make_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """One cache a layer; behind its blocks the null block, which stays zero, and one for padding to write to."""
         shape = (num_blocks + 2, *self._block_shape())
-        return [_zeros_on_demand(shape, self.dtype) for _ in self.model.layers]
+        return [_zeros_on_demand(shape, self.precision.cache_dtype) for _ in range(self._checkpoint.config.num_layers)]
 
     def _block_shape(self) -> tuple[int, int, int, int]:
         (group,) = self.cache_spec.groups
@@ -206,9 +196,8 @@ class ModelRunner:
         return InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=self._max_model_len,
-            block_shape=self._block_shape(),
+            block_size=self._block_size,
             null_block=null_block,
-            cache_dtype=self.dtype,
             vocab_size=self._checkpoint.config.vocab_size,
         )
 

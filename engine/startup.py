@@ -47,13 +47,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     num_blocks = _num_blocks(config, max_model_len, runner.cache_spec.bytes_per_token(runner.kv_element_bytes))
     runner.allocate_cache(num_blocks)
     runner.warm_up()
-    dtype = str(runner.dtype).removeprefix("torch.")
-    remarks = [f"dtype {dtype}: {runner.dtype_reason}", *vocabulary_remarks(checkpoint.tokenizer)]
+    remarks = [f"dtype {runner.precision.name}: {runner.precision.reason}", *vocabulary_remarks(checkpoint.tokenizer)]
     if checkpoint.chat_template is None:
         remarks.append("the model has no chat template: /v1/completions works, /v1/chat/completions does not")
     return LoadedModel(
         name=config.served_model_name or checkpoint.name,
-        dtype=dtype,
+        dtype=runner.precision.name,
         weights_kind=checkpoint.weights_kind,
         max_model_len=max_model_len,
         num_blocks=num_blocks,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,20 @@ SHORT_TOKENS = 128
 
 # Keys and values gathered at a time. More would leave the cache between the gathering and the arithmetic.
 GROUP_ELEMENTS = 512 * 1024
+
+
+class AttentionRows(NamedTuple):
+    """Which tokens attend to which blocks.
+
+    Attributes:
+        block_tables: [R, blocks] int64; entries beyond a row's length name the null block, which is all zeros.
+        query_start_loc: [R + 1] int64; row r's tokens are query_start_loc[r] to query_start_loc[r + 1].
+        seq_lens: [R] int64; tokens of each row in the cache, the new ones included.
+    """
+
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,42 +86,27 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Which tokens attend to which blocks.
+    """The rows of a step, sorted by how they are computed.
 
     Attributes:
-        block_tables: [R, blocks] int64; entries beyond a row's length name the null block, which is all zeros.
-        query_start_loc: [R + 1] int64; row r's tokens are query_start_loc[r] to query_start_loc[r + 1].
-        seq_lens: [R] int64; tokens of each row in the cache, the new ones included.
         workspace: reused from layer to layer and from step to step.
     """
 
-    block_tables: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
     decode_groups: tuple[DecodeGroup, ...]
     chunk_rows: tuple[ChunkRow, ...]
     workspace: Workspace
 
 
-def plan_attention(
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    block_shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    workspace: Workspace,
-) -> AttentionPlan:
+def plan_attention(rows: AttentionRows, kv_cache: torch.Tensor, workspace: Workspace) -> AttentionPlan:
     """Prepare the attention of one step.
 
     Args:
-        block_tables: [R, blocks] int64. Rows of one token come first, the longest of them foremost.
-        query_start_loc: [R + 1] int64.
-        seq_lens: [R] int64.
-        block_shape: (2, KVH, block_size, D) of the cache.
-        dtype: of the cache.
+        rows: rows of one token come first, the longest of them foremost.
+        kv_cache: [blocks, 2, KVH, block_size, D] of any layer.
     """
-    _, kv_heads, block_size, head_size = block_shape
+    block_tables, query_start_loc, seq_lens = rows
+    _, _, kv_heads, block_size, head_size = kv_cache.shape
+    dtype = kv_cache.dtype
     lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
     num_decodes = sum(1 for first, last in pairwise(starts) if last - first == 1)
     groups = []
@@ -122,7 +122,7 @@ def plan_attention(
         later = torch.arange(seq_len) > torch.arange(before, seq_len)[:, None]
         pieces = pieces_of(block_tables[row : row + 1, : -(-seq_len // block_size)], kv_heads)
         chunks.append(ChunkRow(first, last, pieces, seq_len, _mask(later, dtype) if before else None))
-    return AttentionPlan(block_tables, query_start_loc, seq_lens, tuple(groups), tuple(chunks), workspace)
+    return AttentionPlan(tuple(groups), tuple(chunks), workspace)
 
 
 def pieces_of(block_tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -160,9 +160,9 @@ def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, plan: Attention
     """Causal attention of each row's new tokens over all of its tokens in the paged cache.
 
     Args:
-        query: [N, H, D]; the rows' tokens one row after the other, as `plan.query_start_loc` says.
+        query: [N, H, D]; the rows' tokens one row after the other.
         kv_cache: [blocks, 2, KVH, block_size, D]; holds the new tokens already.
-        plan: block tables and lengths of the rows.
+        plan: of the rows.
 
     Returns:
         [N, H, D] float32.

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from kernels.paged_attention import AttentionPlan
+    from kernels.blocks import Blocks
+    from kernels.paged_attention import AttentionRows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -59,6 +60,19 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
+def quantize_activations(x: torch.Tensor) -> torch.Tensor:
+    """Round each 32 of a row to 255 steps of equal size, up to the largest of them: [N, E] float32 → [N, E]."""
+    groups = x.view(x.shape[0], -1, 32)
+    largest = groups.abs().amax(-1, keepdim=True)
+    codes = (groups * torch.where(largest > 0, 127 / largest, 0)).round()
+    return (codes * (largest / 127)).view(x.shape)
+
+
+def multiply_blocks(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """The product with a quantized matrix [rows, cols]; activations are quantized too: x [N, cols] → [N, rows]."""
+    return (quantize_activations(x).double() @ blocks.dequantize().double().T).float()
+
+
 def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
     """Put new keys and values into their slots of the paged cache.
 
@@ -72,13 +86,13 @@ def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor, 
         kv_cache[block_id, :, :, offset] = kv[token].to(kv_cache.dtype)
 
 
-def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, rows: AttentionRows) -> torch.Tensor:
     """Causal attention of each row's new tokens over all of its tokens in the paged cache.
 
     Args:
-        query: [N, H, D]; the rows' tokens one row after the other, as `plan.query_start_loc` says.
+        query: [N, H, D]; the rows' tokens one row after the other, as `rows.query_start_loc` says.
         kv_cache: [blocks, 2, KVH, block_size, D]; holds the new tokens already.
-        plan: block tables and lengths of the rows.
+        rows: their block tables and lengths.
 
     Returns:
         [N, H, D] float32.
@@ -86,10 +100,10 @@ def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, plan: Attention
     heads, size = query.shape[1:]
     kv_heads = kv_cache.shape[2]
     out = torch.empty(query.shape, dtype=torch.float32)
-    starts = plan.query_start_loc.tolist()
-    for row, seq_len in enumerate(plan.seq_lens.tolist()):
+    starts = rows.query_start_loc.tolist()
+    for row, seq_len in enumerate(rows.seq_lens.tolist()):
         first, last = starts[row], starts[row + 1]
-        blocks = kv_cache[plan.block_tables[row]].permute(0, 3, 1, 2, 4)
+        blocks = kv_cache[rows.block_tables[row]].permute(0, 3, 1, 2, 4)
         kv = blocks.flatten(0, 1)[:seq_len].float()  # [T, 2, KVH, D]
         keys, values = kv.repeat_interleave(heads // kv_heads, dim=2).unbind(1)  # [T, H, D] each
         scores = torch.einsum("nhd,thd->hnt", query[first:last].float(), keys) / math.sqrt(size)

@@ -28,14 +28,18 @@ class FakeCheckpoint:
     """Satisfies the protocol without a file; it has no text."""
 
     config: ModelConfig
-    weights: dict[str, torch.Tensor]
+    by_name: dict[str, torch.Tensor]
     name: str = "fake"
+    is_quantized: bool = False
     weights_kind: str = "float32"
     tokenizer: Any = None
     chat_template: Any = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.weights.items()
+        yield from self.by_name.items()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.tensors()
 
 
 def make_checkpoint(*, seed: int = 0, **changes: Any) -> FakeCheckpoint:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from engine.chat_template import ChatTemplate
     from engine.models.config import ModelConfig
     from engine.tokenizer import Tokenizer
+    from kernels.blocks import Blocks
 
 
 class Checkpoint(Protocol):
@@ -44,6 +45,15 @@ class Checkpoint(Protocol):
         Raises:
             ModelFileError: the file changed or broke since it was opened.
         """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
+        """The same with `Blocks` for what is stored in blocks that the native kernels know."""
+        ...
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the matrices are stored in blocks of a few bits."""
         ...
 
 

@@ -17,14 +17,17 @@ from engine.loading.checks import check_architecture, check_config, check_tensor
 from engine.loading.gguf_reader import MetadataReader, open_gguf
 from engine.loading.gguf_tokenizer import build_tokenizer
 from engine.models.config import ModelConfig, RopeConfig
+from kernels.blocks import BLOCK_BYTES, read_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from gguf import ReaderTensor
+    from numpy.typing import NDArray
 
     from engine.tokenizer import Tokenizer
+    from kernels.blocks import Blocks
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -69,13 +72,34 @@ class GgufCheckpoint:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Checkpoint.tensors`."""
         for name, tensor in self._matrices():
+            order = self._row_order(name)
             values = _to_torch(tensor)
-            # llama.cpp stores query and key rows for interleaved RoPE pairs.
-            if ".attn_q." in name:
-                values = _half_split(values, self.config.num_heads)
-            elif ".attn_k." in name:
-                values = _half_split(values, self.config.num_kv_heads)
-            yield _hf_name(name), values
+            yield _hf_name(name), values if order is None else values[order]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
+        """See `Checkpoint.weights`."""
+        for name, tensor in self._matrices():
+            order = self._row_order(name)
+            kind = tensor.tensor_type.name
+            if kind in BLOCK_BYTES:
+                blocks = read_blocks(kind, tensor.data, int(tensor.shape[0]))
+                yield _hf_name(name), blocks if order is None else blocks.take(order)
+            else:
+                values = _to_torch(tensor)
+                yield _hf_name(name), values if order is None else values[order]
+
+    @property
+    def is_quantized(self) -> bool:
+        """See `Checkpoint.is_quantized`."""
+        return self.weights_kind not in ("F32", "F16", "BF16")
+
+    def _row_order(self, name: str) -> NDArray[np.int64] | None:
+        """Rows of query and key as the others have them: llama.cpp stores them for interleaved RoPE pairs."""
+        if ".attn_q." in name:
+            return _half_split(self.config.num_heads, self.config.head_size)
+        if ".attn_k." in name:
+            return _half_split(self.config.num_kv_heads, self.config.head_size)
+        return None
 
     def _matrices(self) -> Iterator[tuple[str, ReaderTensor]]:
         return ((name, tensor) for name, tensor in self._tensors.items() if name != _ROPE_FACTORS)
@@ -105,10 +129,9 @@ def _to_torch(tensor: ReaderTensor) -> torch.Tensor:
     return torch.from_numpy(dequantize(tensor.data, kind))
 
 
-def _half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Reorder rows so that a head's rotated pairs are (i, i + size/2) and no longer (2i, 2i + 1). [out, in] → same."""
-    size = rows.shape[0] // num_heads
-    return rows.reshape(num_heads, size // 2, 2, -1).transpose(1, 2).reshape(rows.shape)
+def _half_split(num_heads: int, head_size: int) -> NDArray[np.int64]:
+    """The order of rows in which a head's rotated pairs are (i, i + size/2) and no longer (2i, 2i + 1)."""
+    return np.arange(num_heads * head_size).reshape(num_heads, head_size // 2, 2).transpose(0, 2, 1).ravel()
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:

@@ -56,6 +56,15 @@ class HuggingFaceCheckpoint:
             except (SafetensorError, OSError) as error:
                 raise ModelFileError(f"{shard} changed or broke while it was read: {error}.") from error
 
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Checkpoint.weights`."""
+        return self.tensors()
+
+    @property
+    def is_quantized(self) -> bool:
+        """See `Checkpoint.is_quantized`."""
+        return False
+
     def _is_wanted(self, name: str) -> bool:
         # Old checkpoints stored the rotary frequencies; a tied head is a second copy of the embedding.
         return not (

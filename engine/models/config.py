@@ -55,3 +55,10 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
+
+    @property
+    def num_products(self) -> int:
+        """Weights that a token which samples is multiplied with."""
+        attended, key_value = self.num_heads * self.head_size, 2 * self.num_kv_heads * self.head_size
+        layer = self.hidden_size * (2 * attended + key_value + 3 * self.intermediate_size)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from kernels.reference import quantize_activations
+
 # Weights are packed for about this many rows: what a decode step has. Other sizes run as well.
 PACKED_ROWS = 16
 
@@ -60,10 +62,10 @@ class Bfloat16Linear:
 
 
 class WidenedLinear:
-    """bfloat16 weights on a processor without bfloat16 arithmetic: widened to float32 for each larger product.
+    """16-bit weights on a processor without such arithmetic: widened to float32 for each larger product.
 
     Args:
-        weight: [out, in] bfloat16.
+        weight: [out, in] bfloat16 or float16.
         scratch: float32 elements shared by all products; as many as the largest weight has, or fewer: a larger
             weight is then widened in slices.
     """
@@ -75,7 +77,7 @@ class WidenedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The product: x [N, in] → [N, out]."""
-        if x.shape[0] <= FEW_ROWS:
+        if x.shape[0] <= FEW_ROWS and self.weight.dtype is torch.bfloat16:
             return F.linear(x.bfloat16(), self.weight).float()
         results = []
         for part in self.slices:
@@ -84,27 +86,42 @@ class WidenedLinear:
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
 
+class EightBitLinear:
+    """Another product after its activations were quantized: the plain form of what the native kernels compute."""
+
+    def __init__(self, product: Linear) -> None:
+        self.product = product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product: x [N, in] → [N, out]."""
+        return self.product(quantize_activations(x))
+
+
 class LinearFactory:
     """Chooses the kind of product for a model.
 
     Args:
-        dtype: of the weights, float32 or bfloat16.
+        dtype: of the weights: float32, bfloat16 or float16.
+        eight_bits: quantize activations.
     """
 
     # Slices of this many elements stay in a second- or third-level cache between widening and multiplying.
     SCRATCH_ELEMENTS = 2 << 20
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._scratch = torch.empty(self.SCRATCH_ELEMENTS if not multiplies_bfloat16() else 0)
+    def __init__(self, dtype: torch.dtype, *, eight_bits: bool = False) -> None:
+        self.dtype, self._eight_bits = dtype, eight_bits
+        self._scratch = torch.empty(0 if dtype is torch.float32 else self.SCRATCH_ELEMENTS)
         self._packs = can_pack()
 
     def __call__(self, weight: torch.Tensor) -> Linear:
         """A product with `weight` [out, in]; the caller's tensor is not needed afterwards."""
         weight = weight.to(self.dtype)
-        if self.dtype is torch.bfloat16:
-            return Bfloat16Linear(weight) if multiplies_bfloat16() else WidenedLinear(weight, self._scratch)
-        return PackedLinear(weight) if self._packs else PlainLinear(weight)
+        if self.dtype is torch.bfloat16 and multiplies_bfloat16():
+            return Bfloat16Linear(weight)
+        if self.dtype is not torch.float32:
+            return WidenedLinear(weight, self._scratch)
+        product = PackedLinear(weight) if self._packs else PlainLinear(weight)
+        return EightBitLinear(product) if self._eight_bits else product
 
 
 def can_pack() -> bool:

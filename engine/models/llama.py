@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from engine.cache_spec import CacheGroup, CacheSpec
+from engine.cache_spec import CacheSpec, llama_cache
 from engine.models.linear import Linear, LinearFactory
 from engine.models.rope import pair_neighbours, rotation_table
+from engine.stopwatch import Stopwatch
 from kernels.cpu import kv_write, rms_norm, rope, silu_mul
-from kernels.paged_attention import AttentionPlan, paged_attention
+from kernels.paged_attention import AttentionRows, Workspace, paged_attention, plan_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from engine.models.config import ModelConfig
+
+RATE_ROWS = 256  # enough for a product to be bound by arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +34,14 @@ class ModelInputs:
         positions: [N] int64, each token's place in its sequence.
         block_ids: [N] int64, the block that its keys and values go to.
         offsets: [N] int64, their place in the block.
-        plan: which blocks each token attends to.
+        rows: which blocks each token attends to.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     block_ids: torch.Tensor
     offsets: torch.Tensor
-    plan: AttentionPlan
+    rows: AttentionRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,6 @@ class LlamaLayer:
     gate_up: Linear
     down: Linear
 
-    def products(self) -> tuple[Linear, ...]:
-        """Its four matrix products, in the order of their use."""
-        return (self.qkv, self.output, self.gate_up, self.down)
-
 
 class LlamaModel:
     """A loaded model.
@@ -62,6 +63,7 @@ class LlamaModel:
         tensors: under their Hugging Face names, each once.
         dtype: of the weights; activations are float32.
         max_model_len: positions that are prepared, in tokens.
+        eight_bits: quantize activations before each product as the native kernels do, to compute what they compute.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class LlamaModel:
         *,
         dtype: torch.dtype,
         max_model_len: int,
+        eight_bits: bool = False,
     ) -> None:
         self.config = config
+        self._workspace, self._watch = Workspace(), Stopwatch()
         self.rotations = rotation_table(config.rope, config.head_size, max_model_len)
         # Narrowed on arrival: a float32 copy of the whole model never exists beside the one that is kept.
         weights = {name: tensor.to(dtype) for name, tensor in tensors}
-        linear = LinearFactory(dtype)
+        linear = LinearFactory(dtype, eight_bits=eight_bits)
         self.layers = tuple(self._take_layer(weights, index, linear) for index in range(config.num_layers))
         self.norm = weights.pop("model.norm.weight").float()
         self.embedding = weights.pop("model.embed_tokens.weight")
@@ -85,9 +89,7 @@ class LlamaModel:
     @property
     def cache_spec(self) -> CacheSpec:
         """One group: every layer keeps every token."""
-        config = self.config
-        layers = tuple(range(config.num_layers))
-        return CacheSpec((CacheGroup("full", layers, config.num_kv_heads, config.head_size),))
+        return llama_cache(self.config)
 
     def forward(self, inputs: ModelInputs, kv_caches: list[torch.Tensor]) -> torch.Tensor:
         """Run the layers, writing keys and values.
@@ -100,23 +102,62 @@ class LlamaModel:
         """
         config = self.config
         size, num_heads, kv_heads = config.head_size, config.num_heads, config.num_kv_heads
+        watch = self._watch
+        watch.start()
         hidden = F.embedding(inputs.input_ids, self.embedding).float()
         rotation = self.rotations[inputs.positions]
+        plan = plan_attention(inputs.rows, kv_caches[0], self._workspace)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+            watch.lap("glue")
             qkv = layer.qkv(normed).view(-1, num_heads + 2 * kv_heads, size)
+            watch.lap("products")
             rope(qkv[:, : num_heads + kv_heads], rotation)
             new = qkv[:, num_heads:].view(-1, 2, kv_heads, size)
             kv_write(new, kv_cache, inputs.block_ids, inputs.offsets)
-            attended = paged_attention(qkv[:, :num_heads], kv_cache, inputs.plan)
+            watch.lap("glue")
+            attended = paged_attention(qkv[:, :num_heads], kv_cache, plan)
+            watch.lap("attention")
             hidden += layer.output(attended.flatten(1))
+            watch.lap("products")
             normed = rms_norm(hidden, layer.feed_forward_norm, config.rms_norm_eps)
-            hidden += layer.down(silu_mul(layer.gate_up(normed)))
+            watch.lap("glue")
+            gate_up = layer.gate_up(normed)
+            watch.lap("products")
+            gated = silu_mul(gate_up)
+            watch.lap("glue")
+            hidden += layer.down(gated)
+            watch.lap("products")
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of every token of the vocabulary: [R, hidden_size] → [R, vocab_size] float32."""
-        return self.head(rms_norm(hidden, self.norm, self.config.rms_norm_eps))
+        self._watch.start()
+        scores = self.head(rms_norm(hidden, self.norm, self.config.rms_norm_eps))
+        self._watch.lap("head")
+        return scores
+
+    def take_seconds(self) -> dict[str, float]:
+        """Where the time went since the last call of this: glue, products, attention, head."""
+        return self._watch.take()
+
+    @property
+    def read_bytes(self) -> int:
+        """Weights that a step reads."""
+        return self.config.num_products * self.embedding.itemsize
+
+    def product_rate(self) -> float:
+        """Operations a second of its largest products with many rows, two for each weight and row."""
+        layers, x = self.layers[:8], torch.randn(RATE_ROWS, self.config.hidden_size)
+
+        def seconds() -> float:
+            begin = time.perf_counter()
+            for layer in layers:
+                layer.gate_up(x)
+            return time.perf_counter() - begin
+
+        operations = 2 * x.numel() * 2 * self.config.intermediate_size * len(layers)
+        return operations / median(seconds() for _ in range(7))
 
     def _take_layer(self, weights: dict[str, torch.Tensor], index: int, linear: LinearFactory) -> LlamaLayer:
         """Build a layer, taking its tensors out of `weights` so that their memory goes as the layer comes."""

@@ -41,6 +41,11 @@ def rope_frequencies(config: RopeConfig, head_size: int) -> torch.Tensor:
     raise UnsupportedModelError(f"RoPE kind {config.kind!r} is not supported: default, linear and llama3 are.")
 
 
+def neighbour_order(head_size: int) -> torch.Tensor:
+    """Where the rows of a head are taken from so that half-split pairs become neighbours: [head_size] int64."""
+    return torch.arange(head_size).view(2, -1).T.flatten()
+
+
 def pair_neighbours(weight: torch.Tensor, head_size: int) -> torch.Tensor:
     """Reorder the rows of a query or key matrix from half-split to neighbouring pairs.
 
@@ -49,5 +54,5 @@ def pair_neighbours(weight: torch.Tensor, head_size: int) -> torch.Tensor:
     Args:
         weight: [heads * head_size, in].
     """
-    halves = weight.view(-1, 2, head_size // 2, weight.shape[1])
-    return halves.transpose(1, 2).reshape(weight.shape)
+    heads = weight.view(-1, head_size, weight.shape[1])
+    return heads[:, neighbour_order(head_size)].view(weight.shape)

@@ -45,8 +45,11 @@ def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
     for row in result["rows"]:
         assert row["gemm_seconds"] > 0
         assert row["attention_seconds"] > 0
+        assert row["parts"].keys() == {"inputs", "glue", "products", "attention", "head", "sampling", "rest"}
+        assert row["gemm_seconds"] == pytest.approx(row["parts"]["products"] + row["parts"]["head"])
         assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["step_seconds"])
         assert row["share_of_floor"] == pytest.approx(row["floor_seconds"] / row["step_seconds"])
+    assert [(row["context"], row["new_tokens"]) for row in result["prefill"]] == [(20, 20), (33, 33)]
     assert result["machine"]["threads"] == 1
     assert result["quality"]["mean_nll"] > 0
     assert result["quality"]["reference_mean_nll"] is None  # known for the built-in model alone
@@ -64,8 +67,8 @@ def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
     assert model == CostModel.from_json(result["cost_model"])
     assert model.engine_step_seconds + model.engine_row_seconds > 0
     assert model.seconds(StepShape(4, 4, 4, 100)) > 0
-    assert len(lines) == 12
-    assert {len(line) for line in lines[3:8]} == {len(lines[3])}
+    assert len(lines) == 14
+    assert {len(line) for line in lines[3:10]} == {len(lines[3])}
 
 
 def test_a_context_beyond_the_model_is_one_clear_line(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def one_line(text: str) -> str:
         (["generate", "-i", "y"], "--output"),
         (["generate", "-p", "x", "--restart"], "--restart"),
         (["generate", "-p", "x", "--temperature", "hot"], "--temperature"),
-        (["bench", "--dtype", "int3"], "auto, float32, bfloat16"),
+        (["bench", "--dtype", "int3"], "auto, native, int8, bfloat16, float16, float32"),
         (["bench", "--batch", "0"], "argument --batch: must be a whole number of at least 1"),
         (["bench", "--context", "two"], "argument --context: must be a whole number of at least 1"),
         (["bench", "--quality-tokens", "-1"], "argument --quality-tokens: must be a whole number of at least 0"),

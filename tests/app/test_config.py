@@ -147,7 +147,7 @@ def test_variables_of_a_kubernetes_service_are_no_settings() -> None:
         ("server.request_timeout_seconds", "0", "more than 0 to 86400"),
         ("server.request_timeout_seconds", "nan", "more than 0 to 86400"),
         ("server.vllm_metric_names", "perhaps", "true or false"),
-        ("model.dtype", "float8", "auto, float32, bfloat16"),
+        ("model.dtype", "float8", "auto, native, int8, bfloat16, float16, float32"),
         ("model.name", "", "text, not empty"),
         ("slo.ttft_p95_seconds", "-1", "more than 0 to 3600, or none"),
         ("security.api_keys", ["nokey"], "name=key"),

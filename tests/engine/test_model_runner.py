@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from engine.batch import ScheduledBatch, Seated
-from engine.errors import ConfigError
-from engine.model_runner import resolve_dtype
 from engine.sequence import SamplingParams
 from tests.fake_checkpoint import GREEDY, FakeCheckpoint, Table, make_checkpoint, make_runner
 from tests.fakes import VOCAB_SIZE, OneOf
@@ -132,7 +130,7 @@ def test_stop_tokens_cannot_come_before_min_tokens(tiny: FakeCheckpoint) -> None
 def test_a_row_that_is_not_a_number_fails_alone_and_leaves_nothing(position: int) -> None:
     broken_token = 9
     checkpoint = make_checkpoint(tie_word_embeddings=False)
-    checkpoint.weights["model.embed_tokens.weight"][broken_token] = float("nan")
+    checkpoint.by_name["model.embed_tokens.weight"][broken_token] = float("nan")
     healthy_prompts = [[1, 2, 3, 4, 5], [6], [7, 8, 1, 1, 2, 2, 3]]
     expected = [alone(checkpoint, prompt, 6, GREEDY) for prompt in healthy_prompts]
     assert all(broken_token not in output for output in expected)
@@ -178,7 +176,7 @@ def test_what_stands_for_nothing_is_never_drawn(tiny: FakeCheckpoint, params: Sa
 
 def test_padding_reads_no_block_of_another_row() -> None:
     checkpoint = make_checkpoint(tie_word_embeddings=False)
-    checkpoint.weights["model.embed_tokens.weight"][9] = float("nan")
+    checkpoint.by_name["model.embed_tokens.weight"][9] = float("nan")
     prompts = [(9,), (6,), (1,) * 9]  # the last one pads the others
     output = make_runner(checkpoint).execute(
         ScheduledBatch(
@@ -220,19 +218,3 @@ def test_the_cache_is_declared(tiny: FakeCheckpoint) -> None:
     (group,) = runner.cache_spec.groups
     assert (group.kind, group.layers, group.num_kv_heads, group.head_size) == ("full", (0, 1), 2, 16)
     assert runner.cache_spec.bytes_per_token(runner.kv_element_bytes) == 2 * 2 * 2 * 16 * 4
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_a_dtype_is_taken_by_name(name: str) -> None:
-    assert resolve_dtype(name) == (getattr(torch, name), "as configured")
-
-
-def test_auto_gives_a_dtype_and_a_reason() -> None:
-    dtype, reason = resolve_dtype("auto")
-    assert dtype in {torch.float32, torch.bfloat16}
-    assert "bfloat16" in reason
-
-
-def test_an_unknown_dtype_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="auto, float32 or bfloat16"):
-        resolve_dtype("float16")

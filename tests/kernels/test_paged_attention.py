@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.paged_attention import AttentionPlan, Workspace, paged_attention, plan_attention, split_rows
+from kernels.paged_attention import AttentionRows, Workspace, paged_attention, plan_attention, split_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def make_case(
     rows: list[tuple[int, int]], *, heads: int, kv_heads: int, size: int, block_size: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:
-    """Query, cache and plan of rows (tokens before, new tokens); what no row owns is NaN, the null block zero."""
+) -> tuple[torch.Tensor, torch.Tensor, AttentionRows]:
+    """Query, cache and tables of rows (tokens before, new tokens); what no row owns is NaN, the null block zero."""
     rows = sorted(rows, key=lambda row: (row[1] > 1, -(row[0] + row[1])))
     lengths = [before + new for before, new in rows]
     needs = [-(-length // block_size) for length in lengths]
@@ -32,15 +32,11 @@ def make_case(
         kv_cache[tables[row, :need]] = torch.randn(shape, generator=generator).to(dtype)
     loc = torch.tensor([0] + [new for _, new in rows]).cumsum(0)
     query = torch.randn(int(loc[-1]), heads, size, generator=generator)
-    plan = plan_attention(
-        tables,
-        loc,
-        torch.tensor(lengths),
-        block_shape=(2, kv_heads, block_size, size),
-        dtype=dtype,
-        workspace=Workspace(),
-    )
-    return query, kv_cache, plan
+    return query, kv_cache, AttentionRows(tables, loc, torch.tensor(lengths))
+
+
+def attend(query: torch.Tensor, kv_cache: torch.Tensor, rows: AttentionRows) -> torch.Tensor:
+    return paged_attention(query, kv_cache, plan_attention(rows, kv_cache, Workspace()))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -59,16 +55,16 @@ def test_attention_is_that_of_the_reference(
     rows: list[tuple[int, int]], heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     case = make_case(rows, heads=heads, kv_heads=kv_heads, size=16, block_size=16, dtype=dtype)
-    result, expected = paged_attention(*case), reference.paged_attention(*case)
+    result, expected = attend(*case), reference.paged_attention(*case)
     torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_a_strided_query_is_fine() -> None:
-    query, kv_cache, plan = make_case([(9, 1), (3, 5)], heads=4, kv_heads=2, size=8, block_size=4, dtype=torch.float32)
+    query, kv_cache, rows = make_case([(9, 1), (3, 5)], heads=4, kv_heads=2, size=8, block_size=4, dtype=torch.float32)
     wide = torch.full((query.shape[0], 7, 8), float("nan"))
     wide[:, :4] = query
-    expected = paged_attention(query, kv_cache, plan)
-    torch.testing.assert_close(paged_attention(wide[:, :4], kv_cache, plan), expected)
+    expected = attend(query, kv_cache, rows)
+    torch.testing.assert_close(attend(wide[:, :4], kv_cache, rows), expected)
 
 
 def test_groups_are_neither_too_uneven_nor_too_large() -> None:

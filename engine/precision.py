@@ -1,0 +1,131 @@
+"""In which numbers a model computes: what was asked for, what this machine can do, and one line that says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.errors import ConfigError
+from engine.loading.fetch import cache_dir
+from engine.models.linear import multiplies_bfloat16
+from engine.models.llama import LlamaModel
+from engine.models.native_llama import NativeLlama, why_not
+from kernels.blocks import as_blocks
+from kernels.native import BuildError, Library, load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from engine.loading.checkpoint import Checkpoint
+    from kernels.blocks import Blocks
+
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCKS = ("native", "int8")
+NAMES = ("auto", *FLOATS, *BLOCKS)
+
+Model = LlamaModel | NativeLlama
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How a model computes.
+
+    Attributes:
+        name: `float32`, `bfloat16`, `float16`; `native` for a quantized file's own blocks of four and eight bits, or
+            `int8` for blocks of eight bits, both with activations quantized to eight bits.
+        cache_dtype: of the KV cache.
+        library: the native kernels; only blocks have them, and not on every machine.
+        reason: why this one.
+    """
+
+    name: str
+    cache_dtype: torch.dtype
+    library: Library | None
+    reason: str
+
+    def build(
+        self, checkpoint: Checkpoint, *, num_threads: int, max_tokens: int, max_model_len: int, block_size: int
+    ) -> Model:
+        """Read the weights.
+
+        Args:
+            max_tokens: of the largest step.
+            block_size: tokens of a KV block.
+
+        Raises:
+            ModelError: the checkpoint cannot be read.
+        """
+        if self.name in FLOATS:
+            dtype = FLOATS[self.name]
+            return LlamaModel(checkpoint.config, checkpoint.tensors(), dtype=dtype, max_model_len=max_model_len)
+        if self.library is None:
+            return LlamaModel(
+                checkpoint.config,
+                rounded(checkpoint.weights(), eight_bits=self.name == "int8"),
+                dtype=torch.float32,
+                max_model_len=max_model_len,
+                eight_bits=True,
+            )
+        return NativeLlama(
+            checkpoint.config,
+            checkpoint.weights(),
+            self.library,
+            eight_bits=self.name == "int8",
+            num_threads=num_threads,
+            max_tokens=max_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+        )
+
+
+def choose_precision(name: str, checkpoint: Checkpoint) -> Precision:
+    """The numbers to compute in.
+
+    Args:
+        name: one of `NAMES`; `auto` is the fastest on this machine: blocks where the native kernels run, else
+            bfloat16 where the processor multiplies it, else float32.
+
+    Raises:
+        ConfigError: any other name, or a model whose shape does not go with it.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"model.dtype is {name!r}; it can be {', '.join(NAMES[:-1])} or {NAMES[-1]}.")
+    if name in FLOATS:
+        return Precision(name, FLOATS[name], None, "as configured")
+    obstacle = why_not(checkpoint.config)
+    if name in BLOCKS and obstacle is not None:
+        raise ConfigError(f"model.dtype is {name!r}, but the model has {obstacle}: choose auto or float32.")
+    library, missing = (None, f"the model has {obstacle}") if obstacle else _load()
+    if name == "auto" and library is None:
+        name = "bfloat16" if multiplies_bfloat16() else "float32"
+        return Precision(name, FLOATS[name], None, f"the fastest without native kernels: {missing}")
+    kind = checkpoint.weights_kind
+    if name == "auto":
+        name = "native" if checkpoint.is_quantized else "int8"
+    what = f"blocks of {kind}, as in the file" if name == "native" else f"{kind} made into blocks of eight bits"
+    if library is None:
+        return Precision(
+            name, torch.float32, None, f"{what}; computed by torch, slowly, without native kernels: {missing}"
+        )
+    return Precision(name, torch.float16, library, f"{what}; native kernels for {library.instructions}")
+
+
+def rounded(
+    weights: Iterable[tuple[str, torch.Tensor | Blocks]], *, eight_bits: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights as the native kernels see them, in float32."""
+    for name, weight in weights:
+        if isinstance(weight, torch.Tensor) and weight.dim() == 1:
+            yield name, weight
+        else:
+            yield name, as_blocks(weight, eight_bits=eight_bits).dequantize()
+
+
+def _load() -> tuple[Library | None, str]:
+    """The kernels, or why there are none."""
+    try:
+        return load(cache_dir().parent / "kernels"), ""
+    except BuildError as error:
+        return None, str(error)

@@ -1,0 +1,246 @@
+"""The native kernels as Python calls them: shapes are checked here, raw pointers go there.
+
+Every call drops the interpreter's lock. The source is kernels/native; `build` compiles it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kernels.blocks import GROUP, Blocks
+from kernels.build import BuildError, build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kernels.paged_attention import AttentionRows
+
+NIBBLES, BYTES = 0, 1
+PARTS = ("glue", "products", "attention", "head")  # as `Part` in step.h
+
+
+class MatrixStruct(Structure):
+    """`Matrix` in matrix.h."""
+
+    _fields_ = [("tiles", c_void_p), ("kind", c_int32), ("rows", c_int32), ("cols", c_int32)]
+
+
+class LayerStruct(Structure):
+    """`Layer` in step.h."""
+
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("feed_forward_norm", c_void_p),
+        *[(name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")],
+    ]
+
+
+class ModelStruct(Structure):
+    """`Model` in step.h."""
+
+    _fields_ = [
+        ("layers", POINTER(LayerStruct)),
+        ("norm", c_void_p),
+        ("rotations", c_void_p),
+        ("embedding", MatrixStruct),
+        ("head", MatrixStruct),
+        *[
+            (name, c_int32)
+            for name in (
+                "num_layers",
+                "hidden_size",
+                "inner_size",
+                "num_heads",
+                "num_kv_heads",
+                "head_size",
+                "block_size",
+            )
+        ],
+        ("eps", c_float),
+    ]
+
+
+class StepStruct(Structure):
+    """`Step` in step.h."""
+
+    _fields_ = [
+        *[(name, c_int32) for name in ("num_tokens", "num_rows", "table_width")],
+        *[(name, c_void_p) for name in ("token_ids", "positions", "block_ids", "offsets")],
+        *[(name, c_void_p) for name in ("row_starts", "seq_lens", "block_tables", "caches", "hidden")],
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """Weights in the order in which the kernels walk them.
+
+    Attributes:
+        tiles: the memory, aligned to a cache line.
+    """
+
+    tiles: torch.Tensor
+    kind: int
+    rows: int
+    cols: int
+
+    @property
+    def struct(self) -> MatrixStruct:
+        """For the kernels; valid as long as this object."""
+        return MatrixStruct(self.tiles.data_ptr(), self.kind, self.rows, self.cols)
+
+
+class Library:
+    """The loaded kernels.
+
+    Args:
+        path: what `build` gave.
+
+    Raises:
+        BuildError: it cannot be loaded, or computes something else than it should on this processor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.calls = ctypes.CDLL(str(path))
+            _declare(self.calls)
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"they cannot be loaded: {error}") from error
+        self.instructions: str = self.calls.relevo_instructions().decode()
+        self.piece: int = self.calls.relevo_piece()
+        self._try()
+
+    def pack(self, blocks: Blocks) -> PackedMatrix:
+        """Arrange a matrix for the kernels; its columns must be a multiple of 32."""
+        rows, cols = blocks.shape
+        if cols % GROUP:
+            raise ValueError(f"{cols} columns are no multiple of {GROUP}")
+        kind = BYTES if blocks.minima is None else NIBBLES
+        # torch aligns to 64 bytes.
+        tiles = torch.empty(self.calls.relevo_packed_bytes(kind, rows, cols), dtype=torch.uint8)
+        codes, scales = np.ascontiguousarray(blocks.codes), np.ascontiguousarray(blocks.scales)
+        minima = None if blocks.minima is None else np.ascontiguousarray(blocks.minima)
+        self.calls.relevo_pack(
+            kind,
+            codes.ctypes.data,
+            scales.ctypes.data,
+            None if minima is None else minima.ctypes.data,
+            rows,
+            cols,
+            tiles.data_ptr(),
+        )
+        return PackedMatrix(tiles, kind, rows, cols)
+
+    def multiply(self, x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+        """As `kernels.reference.multiply_blocks`: x [N, cols] float32 → [N, rows] float32."""
+        if x.dtype != torch.float32 or x.shape[1] != matrix.cols:
+            raise ValueError(f"expected float32 [N, {matrix.cols}], not {x.dtype} {list(x.shape)}")
+        x, out = x.contiguous(), torch.empty(x.shape[0], matrix.rows)
+        check(self.calls.relevo_multiply(byref(matrix.struct), x.data_ptr(), x.shape[0], out.data_ptr()))
+        return out
+
+    def read_row(self, matrix: PackedMatrix, row: int) -> torch.Tensor:
+        """One row of the matrix, dequantized: [cols] float32."""
+        if not 0 <= row < matrix.rows:
+            raise IndexError(f"row {row} of {matrix.rows}")
+        out = torch.empty(matrix.cols)
+        self.calls.relevo_read_row(byref(matrix.struct), row, out.data_ptr())
+        return out
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        rows: AttentionRows,
+    ) -> torch.Tensor:
+        """As `kernels.reference.paged_attention`, of a float16 cache."""
+        block_tables, query_start_loc, seq_lens = rows
+        _, _, kv_heads, block_size, head_size = kv_cache.shape
+        if kv_cache.dtype != torch.float16 or query.dtype != torch.float32 or not kv_cache.is_contiguous():
+            raise ValueError("expected float32 queries and a contiguous float16 cache")
+        query, tables = query.contiguous(), block_tables.contiguous()
+        out = torch.empty(query.shape)
+        check(
+            self.calls.relevo_attention(
+                query.data_ptr(),
+                kv_cache.data_ptr(),
+                tables.data_ptr(),
+                tables.shape[1],
+                query_start_loc.data_ptr(),
+                seq_lens.data_ptr(),
+                len(seq_lens),
+                query.shape[1],
+                kv_heads,
+                head_size,
+                block_size,
+                out.data_ptr(),
+            )
+        )
+        return out
+
+    def _try(self) -> None:
+        """Hold the products against numpy once: a compiler or a processor may be broken.
+
+        Raises:
+            BuildError: they differ.
+        """
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((5, 64), dtype=np.float32)
+        for low, high, dtype in ((0, 16, np.uint8), (-127, 128, np.int8)):
+            codes = rng.integers(low, high, (40, 64)).astype(dtype)
+            scales = rng.uniform(0.01, 0.02, (40, 2)).astype(np.float16)
+            blocks = Blocks(codes, scales, -scales * np.float16(7) if low == 0 else None)
+            wanted = x @ blocks.dequantize().numpy().T
+            got = self.multiply(torch.from_numpy(x), self.pack(blocks)).numpy()
+            # Activations have 8 bits: a hundredth is usual, a tenth is not.
+            if not np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max():
+                raise BuildError(f"their products are wrong on this processor ({self.instructions})")
+
+
+def load(folder: Path) -> Library:
+    """The kernels, compiled into `folder` if they are not yet.
+
+    Raises:
+        BuildError: this machine has to do without.
+    """
+    return Library(build(folder))
+
+
+def check(status: int) -> None:
+    """Raise what a call could not.
+
+    Raises:
+        MemoryError: the call gave another status than 0.
+    """
+    if status != 0:
+        raise MemoryError("the native kernels lack memory for this step")
+
+
+def _declare(calls: ctypes.CDLL) -> None:
+    """Types of arguments and results."""
+    pointer, number = c_void_p, c_int32
+    signatures = {
+        "relevo_instructions": (c_char_p, []),
+        "relevo_piece": (number, []),
+        "relevo_packed_bytes": (c_size_t, [number, number, number]),
+        "relevo_pack": (None, [number, pointer, pointer, pointer, number, number, pointer]),
+        "relevo_read_row": (None, [pointer, number, pointer]),
+        "relevo_multiply": (c_int, [pointer, pointer, number, pointer]),
+        "relevo_attention": (c_int, [pointer, pointer, pointer, number, pointer, pointer, *[number] * 5, pointer]),
+        "relevo_open": (pointer, [pointer, number, number]),
+        "relevo_close": (None, [pointer]),
+        "relevo_forward": (c_int, [pointer, pointer, POINTER(c_double)]),
+        "relevo_dot_rate": (c_double, [pointer]),
+        "relevo_logits": (c_int, [pointer, pointer, number, pointer, POINTER(c_double)]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(calls, name)
+        function.restype, function.argtypes = result, arguments
+
+
+__all__ = ["PARTS", "BuildError", "Library", "PackedMatrix", "load"]

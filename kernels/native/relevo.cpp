@@ -1,0 +1,111 @@
+// The C interface of the native kernels: raw pointers, no exceptions. Shapes are checked by the Python side.
+#include "step.h"
+
+namespace {
+
+// A row-wise quantized copy of floats [count, cols].
+struct Quantized {
+    std::vector<int8_t> codes;
+    std::vector<float> scales, sums;
+    Activations view;
+
+    Quantized(const float* x, int count, int cols)
+        : codes(size_t(count) * cols), scales(size_t(count) * cols / GROUP), sums(scales.size()), view{codes.data(), scales.data(), sums.data(), cols} {
+        for (int row = 0; row < count; row++)
+            for (int g = 0; g < cols / GROUP; g++) view.put(row, g, x + size_t(row) * cols + g * GROUP);
+    }
+};
+
+struct Heads {
+    int count, kv, size, block_size;
+};
+
+// All heads of one row, for `relevo_attention`.
+void attend_row(const Heads& heads, const float* queries, const Half* cache, const int64_t* table, int64_t first, int64_t last, int64_t seq_len, float* out) {
+    const auto scratch = std::make_unique<AttentionScratch>();
+    const int group = heads.count / heads.kv, stride = heads.count * heads.size, most = std::max(1, std::min(16, MAX_QUERIES / group));
+    std::vector<float> scaled(queries + first * stride, queries + last * stride);
+    for (float& x : scaled) x *= 1.0f / std::sqrt(static_cast<float>(heads.size));
+    for (int head = 0; head < heads.kv; head++) {
+        const Pages pages{cache, table, heads.kv, head, heads.block_size, heads.size};
+        for (int token = 0; token < last - first; token += most) {
+            const int position = static_cast<int>(seq_len - (last - first)) + token, tokens = std::min(most, static_cast<int>(last - first) - token);
+            attend(pages, position, tokens, scaled.data() + size_t(token) * stride + head * group * heads.size, stride, group, *scratch, [&](int i, const Partial* sums) {
+                for (int g = 0; g < group; g++)
+                    for (int d = 0; d < heads.size; d++)
+                        out[size_t(first + token + i) * stride + (head * group + g) * heads.size + d] = sums[g].values[d] / sums[g].total;
+            });
+        }
+    }
+}
+
+template <class Work>
+int guarded(Work work) {
+    try {
+        work();
+        return 0;
+    } catch (...) {  // memory or threads are lacking
+        return 1;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* relevo_instructions() { return simd::NAME; }
+
+int32_t relevo_piece() { return PIECE; }
+
+size_t relevo_packed_bytes(int32_t kind, int32_t rows, int32_t cols) {
+    const Matrix shape{nullptr, kind, rows, cols};
+    return shape.num_pieces() * (PIECE / LANES) * shape.tile_bytes();
+}
+
+void relevo_pack(int32_t kind, const uint8_t* codes, const Half* scales, const Half* minima, int32_t rows, int32_t cols, uint8_t* out) {
+    pack(static_cast<Kind>(kind), codes, scales, minima, rows, cols, out);
+}
+
+void relevo_read_row(const Matrix* matrix, int32_t row, float* out) { read_row(*matrix, row, out); }
+
+int relevo_multiply(const Matrix* matrix, const float* x, int32_t count, float* out) {
+    return guarded([&] {
+        const Quantized a(x, count, matrix->cols);
+        for (int piece = 0; piece < matrix->num_pieces(); piece++)
+            multiply<1>(*matrix, piece, a.view, count, [&](int row, const float* values) {
+                const int first = piece * PIECE;
+                std::memcpy(out + size_t(row) * matrix->rows + first, values, sizeof(float) * std::min(PIECE, matrix->rows - first));
+            });
+    });
+}
+
+// As `paged_attention` in kernels/reference.py; queries [tokens, num_heads, head_size] are not scaled yet.
+int relevo_attention(const float* queries, const Half* cache, const int64_t* tables, int32_t table_width, const int64_t* row_starts,
+                     const int64_t* seq_lens, int32_t num_rows, int32_t num_heads, int32_t num_kv_heads, int32_t head_size,
+                     int32_t block_size, float* out) {
+    return guarded([&] {
+        const Heads heads{num_heads, num_kv_heads, head_size, block_size};
+        for (int row = 0; row < num_rows; row++)
+            attend_row(heads, queries, cache, tables + size_t(row) * table_width, row_starts[row], row_starts[row + 1], seq_lens[row], out);
+    });
+}
+
+Engine* relevo_open(const Model* model, int32_t num_threads, int32_t max_tokens) {
+    Engine* engine = nullptr;
+    guarded([&] { engine = new Engine(*model, num_threads, max_tokens); });
+    return engine;
+}
+
+void relevo_close(Engine* engine) { delete engine; }
+
+int relevo_forward(Engine* engine, const Step* step, double* seconds) {
+    return guarded([&] { engine->forward(*step, seconds); });
+}
+
+double relevo_dot_rate(Engine* engine) { return engine->dot_rate(); }
+
+int relevo_logits(Engine* engine, const float* hidden, int32_t count, float* out, double* seconds) {
+    return guarded([&] { engine->logits(hidden, count, out, seconds); });
+}
+
+}  // extern "C"

@@ -1,0 +1,353 @@
+// Vectors of floats and the integer dot products of quantized weights, for AVX-512 with VNNI, AVX2, and any processor.
+//
+// Everything above this file is written once. The integer sums are exact and the float operations of the matrix
+// products are the same lane by lane, so that those give the same bits on every processor.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace simd {
+
+using Half = _Float16;
+
+// Weights are quantized in groups of so many along the input dimension, as in GGUF's files.
+constexpr int GROUP = 32;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+
+constexpr const char* NAME = "AVX-512 VNNI";
+constexpr int LANES = 16;
+constexpr int ROWS = 8;     // activation rows that share the unpacked weights of a group
+constexpr int QUERIES = 4;  // queries that share a loaded key
+using Floats = __m512;
+
+inline Floats zero() { return _mm512_setzero_ps(); }
+inline Floats all(float x) { return _mm512_set1_ps(x); }
+inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline Floats load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+inline void store(Half* p, Floats x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline Floats abs(Floats a) { return _mm512_abs_ps(a); }
+inline Floats round(Floats a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Floats times_power_of_two(Floats a, Floats n) { return _mm512_scalef_ps(a, n); }
+inline float sum(Floats a) { return _mm512_reduce_add_ps(a); }
+inline float largest(Floats a) { return _mm512_reduce_max_ps(a); }
+
+inline void sums_of_four(Floats a, Floats b, Floats c, Floats d, float* out) {
+    auto halves = [](Floats x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); };
+    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(halves(a), halves(b)), _mm256_hadd_ps(halves(c), halves(d)));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+
+inline Floats rotate_pairs(Floats x, Floats cos_sin) {
+    Floats swapped = _mm512_permute_ps(x, 0xB1);
+    return _mm512_fmaddsub_ps(x, _mm512_moveldup_ps(cos_sin), mul(swapped, _mm512_movehdup_ps(cos_sin)));
+}
+
+// Round to nearest even, [-128, 127]; gives the sum of what was stored.
+inline int store_codes(int8_t* p, Floats x) {
+    __m512i q = _mm512_cvtps_epi32(x);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(q));
+    return _mm512_reduce_add_epi32(q);
+}
+
+struct Codes {
+    __m512i v[8];
+    __m512i offset;
+};
+
+inline Codes load_nibbles(const uint8_t* p) {
+    Codes w;
+    const __m512i low = _mm512_set1_epi8(15);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512i pair = _mm512_loadu_si512(p + 64 * i);
+        w.v[2 * i] = _mm512_and_si512(pair, low);
+        w.v[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(pair, 4), low);
+    }
+    return w;
+}
+
+inline Codes load_bytes(const uint8_t* p) {
+    Codes w;
+    w.offset = _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        w.v[i] = _mm512_loadu_si512(p + 64 * i);
+        w.offset = _mm512_dpbusd_epi32(w.offset, _mm512_set1_epi8(-128), w.v[i]);
+    }
+    return w;
+}
+
+inline int32_t four_codes(const int8_t* a) {
+    int32_t x;
+    std::memcpy(&x, a, 4);
+    return x;
+}
+
+inline Floats dot_nibbles(const Codes& w, const int8_t* a) {
+    __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        even = _mm512_dpbusd_epi32(even, w.v[2 * i], _mm512_set1_epi32(four_codes(a + 8 * i)));
+        odd = _mm512_dpbusd_epi32(odd, w.v[2 * i + 1], _mm512_set1_epi32(four_codes(a + 8 * i + 4)));
+    }
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
+}
+
+// The instruction wants its first factor unsigned: activations are lifted by 128 and the weights' sum is taken back.
+inline Floats dot_bytes(const Codes& w, const int8_t* a) {
+    __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
+    const int32_t lift = static_cast<int32_t>(0x80808080);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        even = _mm512_dpbusd_epi32(even, _mm512_set1_epi32(four_codes(a + 8 * i) ^ lift), w.v[2 * i]);
+        odd = _mm512_dpbusd_epi32(odd, _mm512_set1_epi32(four_codes(a + 8 * i + 4) ^ lift), w.v[2 * i + 1]);
+    }
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(even, odd), w.offset));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+constexpr const char* NAME = "AVX2";
+constexpr int LANES = 8;
+constexpr int ROWS = 4;
+constexpr int QUERIES = 3;
+using Floats = __m256;
+
+inline Floats zero() { return _mm256_setzero_ps(); }
+inline Floats all(float x) { return _mm256_set1_ps(x); }
+inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
+inline Floats load(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+inline void store(Half* p, Floats x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+inline Floats abs(Floats a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+inline Floats round(Floats a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Floats times_power_of_two(Floats a, Floats n) {
+    __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return mul(a, _mm256_castsi256_ps(bits));
+}
+inline float sum(Floats a) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float largest(Floats a) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+inline void sums_of_four(Floats a, Floats b, Floats c, Floats d, float* out) {
+    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+
+inline Floats rotate_pairs(Floats x, Floats cos_sin) {
+    Floats swapped = _mm256_permute_ps(x, 0xB1);
+    return _mm256_fmaddsub_ps(x, _mm256_moveldup_ps(cos_sin), mul(swapped, _mm256_movehdup_ps(cos_sin)));
+}
+
+inline int store_codes(int8_t* p, Floats x) {
+    __m256i q = _mm256_cvtps_epi32(x);
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+    __m128i s = _mm_madd_epi16(words, _mm_set1_epi16(1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+}
+
+struct Codes {
+    __m256i v[8];
+};
+
+inline Codes load_nibbles(const uint8_t* p) {
+    Codes w;
+    const __m256i low = _mm256_set1_epi8(15);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * i));
+        w.v[2 * i] = _mm256_and_si256(pair, low);
+        w.v[2 * i + 1] = _mm256_and_si256(_mm256_srli_epi16(pair, 4), low);
+    }
+    return w;
+}
+
+inline Codes load_bytes(const uint8_t* p) {
+    Codes w;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) w.v[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * i));
+    return w;
+}
+
+inline __m256i four_codes(const int8_t* a) {
+    int32_t x;
+    std::memcpy(&x, a, 4);
+    return _mm256_set1_epi32(x);
+}
+
+// Sixteen products of at most 15 * 128 fit in 16 bits, so the widening to 32 happens once a group.
+inline Floats dot_nibbles(const Codes& w, const int8_t* a) {
+    __m256i s = _mm256_maddubs_epi16(w.v[0], four_codes(a));
+#pragma GCC unroll 7
+    for (int i = 1; i < 8; i++) s = _mm256_add_epi16(s, _mm256_maddubs_epi16(w.v[i], four_codes(a + 4 * i)));
+    return _mm256_cvtepi32_ps(_mm256_madd_epi16(s, _mm256_set1_epi16(1)));
+}
+
+// The instruction wants its first factor unsigned: weights go in without their signs, activations with them.
+inline Floats dot_bytes(const Codes& w, const int8_t* a) {
+    __m256i s = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w.v[i]), _mm256_sign_epi8(four_codes(a + 4 * i), w.v[i]));
+        s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return _mm256_cvtepi32_ps(s);
+}
+
+#else
+
+constexpr const char* NAME = "plain C++";
+constexpr int LANES = 8;
+constexpr int ROWS = 4;
+constexpr int QUERIES = 3;
+
+struct Floats {
+    float v[LANES];
+};
+
+template <class F>
+inline Floats each(F f) {
+    Floats r;
+    for (int i = 0; i < LANES; i++) r.v[i] = f(i);
+    return r;
+}
+
+inline Floats zero() { return each([](int) { return 0.0f; }); }
+inline Floats all(float x) { return each([=](int) { return x; }); }
+inline Floats load(const float* p) { return each([=](int i) { return p[i]; }); }
+inline Floats load(const Half* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
+inline void store(float* p, Floats x) { std::memcpy(p, x.v, sizeof x.v); }
+inline void store(Half* p, Floats x) {
+    for (int i = 0; i < LANES; i++) p[i] = static_cast<Half>(x.v[i]);
+}
+inline Floats add(Floats a, Floats b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Floats sub(Floats a, Floats b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
+inline Floats mul(Floats a, Floats b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+inline Floats div(Floats a, Floats b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+inline Floats fma(Floats a, Floats b, Floats c) { return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
+// Of a number and NaN the second operand is taken, as in the processors' own instructions.
+inline Floats max(Floats a, Floats b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Floats min(Floats a, Floats b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Floats abs(Floats a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
+inline Floats round(Floats a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
+inline Floats times_power_of_two(Floats a, Floats n) {
+    return each([&](int i) { return std::ldexp(a.v[i], static_cast<int>(n.v[i])); });
+}
+inline float sum(Floats a) {
+    for (int step = LANES / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) a.v[i] += a.v[i + step];
+    return a.v[0];
+}
+inline float largest(Floats a) { return *std::max_element(a.v, a.v + LANES); }
+inline void sums_of_four(Floats a, Floats b, Floats c, Floats d, float* out) {
+    const float sums[4] = {sum(a), sum(b), sum(c), sum(d)};
+    std::memcpy(out, sums, sizeof sums);
+}
+inline Floats rotate_pairs(Floats x, Floats cos_sin) {
+    return each([&](int i) {
+        const float cosine = cos_sin.v[i & ~1], sine = cos_sin.v[i | 1], other = x.v[i ^ 1] * sine;
+        return std::fma(x.v[i], cosine, i & 1 ? other : -other);
+    });
+}
+inline int store_codes(int8_t* p, Floats x) {
+    int total = 0;
+    for (int i = 0; i < LANES; i++) {
+        // NaN fails both comparisons and becomes -128, as in the vector instructions.
+        const float r = std::nearbyint(x.v[i]);
+        p[i] = r >= 127.0f ? 127 : r > -128.0f ? static_cast<int8_t>(r) : -128;
+        total += p[i];
+    }
+    return total;
+}
+
+struct Codes {
+    int8_t v[GROUP][LANES];
+};
+
+inline Codes load_nibbles(const uint8_t* p) {
+    Codes w;
+    for (int k = 0; k < GROUP; k++)
+        for (int n = 0; n < LANES; n++) {
+            const uint8_t pair = p[(k / 8) * 4 * LANES + 4 * n + k % 4];
+            w.v[k][n] = static_cast<int8_t>(k % 8 < 4 ? pair & 15 : pair >> 4);
+        }
+    return w;
+}
+
+inline Codes load_bytes(const uint8_t* p) {
+    Codes w;
+    for (int k = 0; k < GROUP; k++)
+        for (int n = 0; n < LANES; n++) w.v[k][n] = static_cast<int8_t>(p[(k / 4) * 4 * LANES + 4 * n + k % 4]);
+    return w;
+}
+
+inline Floats dot_codes(const Codes& w, const int8_t* a) {
+    int32_t s[LANES] = {};
+    for (int k = 0; k < GROUP; k++)
+        for (int n = 0; n < LANES; n++) s[n] += w.v[k][n] * a[k];
+    return each([&](int n) { return static_cast<float>(s[n]); });
+}
+inline Floats dot_nibbles(const Codes& w, const int8_t* a) { return dot_codes(w, a); }
+inline Floats dot_bytes(const Codes& w, const int8_t* a) { return dot_codes(w, a); }
+
+#endif
+
+// e^x by its series on [-ln 2 / 2, ln 2 / 2], relative error below 3e-7; exact for 0.
+inline Floats exp(Floats x) {
+    x = max(all(-87.0f), min(all(88.0f), x));  // operands in this order let NaN pass
+    const Floats n = round(mul(x, all(1.44269504f)));
+    Floats f = fma(n, all(-0.693359375f), x);
+    f = fma(n, all(2.12194440e-4f), f);
+    Floats p = all(1.0f / 720);
+    p = fma(p, f, all(1.0f / 120));
+    p = fma(p, f, all(1.0f / 24));
+    p = fma(p, f, all(1.0f / 6));
+    p = fma(p, f, all(0.5f));
+    p = fma(p, f, all(1.0f));
+    p = fma(p, f, all(1.0f));
+    return times_power_of_two(p, n);
+}
+
+inline float exp_of(float x) {
+    float lanes[LANES];
+    store(lanes, exp(all(x)));
+    return lanes[0];
+}
+
+}  // namespace simd

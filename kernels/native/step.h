@@ -1,0 +1,280 @@
+// One step of a Llama model: all layers in one parallel region, seven barriers a layer.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "matrix.h"
+#include "threads.h"
+
+// Norms are [hidden_size] floats. Pieces of `gate_up` alternate: 32 rows of gate, the same 32 of up.
+struct Layer {
+    const float* input_norm;
+    const float* feed_forward_norm;
+    Matrix qkv, output, gate_up, down;
+};
+
+struct Model {
+    const Layer* layers;
+    const float* norm;
+    const float* rotations;  // [positions, head_size]: cosine and sine of each pair
+    Matrix embedding, head;
+    int32_t num_layers, hidden_size, inner_size, num_heads, num_kv_heads, head_size, block_size;
+    float eps;
+};
+
+// Rows one after the other, as in the engine's ModelInputs.
+struct Step {
+    int32_t num_tokens, num_rows, table_width;
+    const int64_t *token_ids, *positions, *block_ids, *offsets;  // [num_tokens]
+    const int64_t *row_starts, *seq_lens, *block_tables;         // [num_rows + 1], [num_rows], [num_rows, table_width]
+    Half* const* caches;                                         // one a layer
+    float* hidden;                                               // out: [num_tokens, hidden_size], before the last norm
+};
+
+// Where the time of a step went, in seconds of the calling thread, its waiting for the others included.
+enum Part { GLUE, PRODUCTS, ATTENTION, HEAD, NUM_PARTS };
+
+class Engine {
+  public:
+    Engine(const Model& model, int num_threads, int max_tokens)
+        : model_(model), threads_(num_threads), scratch_(num_threads) {
+        const size_t n = max_tokens, attended = static_cast<size_t>(model.num_heads) * model.head_size;
+        queries_.resize(n * attended);
+        hidden_in_ = room(n, model.hidden_size);
+        attended_ = room(n, attended);
+        inner_ = room(n, model.inner_size);
+    }
+
+    void forward(const Step& step, double* seconds) {
+        plan(step);
+        threads_.run([&](int thread) {
+            Clock clock(thread == 0 ? seconds : nullptr);
+            for (int i = 0; i < model_.num_layers; i++) layer(step, i, thread, clock);
+        });
+    }
+
+    // Scores of the vocabulary for rows of hidden states: out [count, rows of the head].
+    void logits(const float* hidden, int count, float* out, double* seconds) {
+        const Matrix& head = model_.head;
+        threads_.run([&](int thread) {
+            Clock clock(thread == 0 ? seconds : nullptr);
+            threads_.share(count, [&](int n) { normalize(hidden + size_t(n) * model_.hidden_size, model_.norm, n); });
+            threads_.share(head.num_pieces(), [&](int piece) {
+                const int first = piece * PIECE, size = std::min(PIECE, head.rows - first);
+                multiply<1>(head, piece, hidden_in_, count, [&](int row, const float* values) {
+                    std::memcpy(out + size_t(row) * head.rows + first, values, sizeof(float) * size);
+                });
+            });
+            clock.spent(HEAD);
+        });
+    }
+
+    // Operations a second of the innermost loop of the products on data in the first cache, two for each product.
+    double dot_rate() {
+        constexpr int GROUPS = 64, ROUNDS = 5000;
+        std::vector<float> kept(threads_.count());
+        auto run = [&](int thread) {
+            alignas(64) int8_t row[GROUPS * GROUP];
+            alignas(64) uint8_t packed[GROUP * LANES / 2];
+            for (int i = 0; i < GROUPS * GROUP; i++) row[i] = static_cast<int8_t>(i % 251 - 125);
+            for (int i = 0; i < GROUP * LANES / 2; i++) packed[i] = static_cast<uint8_t>(i + thread);
+            const simd::Codes codes = simd::load_nibbles(packed);
+            Floats total = simd::zero();
+            for (int i = 0; i < ROUNDS; i++)
+                for (int g = 0; g < GROUPS; g++) total = simd::add(total, simd::dot_nibbles(codes, row + g * GROUP));
+            kept[thread] = simd::sum(total);
+        };
+        double best = 0;
+        for (int i = 0; i < 5; i++) {
+            const auto begin = std::chrono::steady_clock::now();
+            threads_.run(run);
+            const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+            best = std::max(best, 2.0 * threads_.count() * ROUNDS * GROUPS * GROUP * LANES / seconds);
+        }
+        return best;
+    }
+
+  private:
+    // A row's tokens under one key head, or, `span` >= 0, one span of a single token's keys.
+    struct Task {
+        int row, head, token, num_tokens, span, slot;
+    };
+
+    class Clock {
+      public:
+        explicit Clock(double* seconds) : seconds_(seconds), last_(now()) {}
+        void spent(Part part) {
+            if (seconds_ == nullptr) return;
+            const auto time = now();
+            seconds_[part] += std::chrono::duration<double>(time - last_).count();
+            last_ = time;
+        }
+
+      private:
+        static std::chrono::steady_clock::time_point now() { return std::chrono::steady_clock::now(); }
+        double* seconds_;
+        std::chrono::steady_clock::time_point last_;
+    };
+
+    Activations room(size_t rows, int cols) {
+        codes_.emplace_back(rows * cols);
+        scales_.emplace_back(rows * cols / GROUP);
+        sums_.emplace_back(rows * cols / GROUP);
+        return {codes_.back().data(), scales_.back().data(), sums_.back().data(), cols};
+    }
+
+    void plan(const Step& step) {
+        tasks_.clear();
+        const int group = model_.num_heads / model_.num_kv_heads, most_tokens = std::max(1, std::min(16, MAX_QUERIES / group));
+        // Few rows of one token cannot keep all threads busy: their keys are shared out.
+        const bool split = step.num_rows * model_.num_kv_heads < 4 * threads_.count();
+        int num_slots = 0;
+        for (int row = 0; row < step.num_rows; row++) {
+            const int first = static_cast<int>(step.row_starts[row]), last = static_cast<int>(step.row_starts[row + 1]);
+            const int spans = static_cast<int>((step.seq_lens[row] + SPAN - 1) / SPAN);
+            for (int head = 0; head < model_.num_kv_heads; head++) {
+                if (last - first == 1 && split && spans > 1) {
+                    for (int span = 0; span < spans; span++) tasks_.push_back({row, head, first, 1, span, num_slots});
+                    num_slots += spans;
+                } else {
+                    for (int token = first; token < last; token += most_tokens)
+                        tasks_.push_back({row, head, token, std::min(most_tokens, last - token), -1, 0});
+                }
+            }
+        }
+        if (partials_.size() < static_cast<size_t>(num_slots) * group) partials_.resize(static_cast<size_t>(num_slots) * group);
+        if (done_.size() < static_cast<size_t>(num_slots)) done_ = std::vector<std::atomic<int>>(num_slots);
+    }
+
+    void layer(const Step& step, int index, int thread, Clock& clock) {
+        const Layer& layer = model_.layers[index];
+        const int tokens = step.num_tokens, hidden_size = model_.hidden_size;
+        threads_.share(tokens, [&](int n) {
+            float* hidden = step.hidden + size_t(n) * hidden_size;
+            if (index == 0) read_row(model_.embedding, static_cast<int>(step.token_ids[n]), hidden);
+            normalize(hidden, layer.input_norm, n);
+        });
+        clock.spent(GLUE);
+        threads_.share(layer.qkv.num_pieces(), [&](int piece) {
+            multiply<1>(layer.qkv, piece, hidden_in_, tokens, [&](int n, const float* values) {
+                for (int i = 0; i < PIECE; i += LANES) place(step, step.caches[index], n, piece * PIECE + i, values + i);
+            });
+        });
+        clock.spent(PRODUCTS);
+        threads_.share(static_cast<int>(tasks_.size()), [&](int i) { attend_to(step, step.caches[index], tasks_[i], scratch_[thread]); });
+        clock.spent(ATTENTION);
+        auto add_to_hidden = [&](int piece) {
+            return [&step, hidden_size, piece](int n, const float* values) {
+                float* hidden = step.hidden + size_t(n) * hidden_size + piece * PIECE;
+                for (int i = 0; i < PIECE; i += LANES) simd::store(hidden + i, simd::add(simd::load(hidden + i), simd::load(values + i)));
+            };
+        };
+        threads_.share(layer.output.num_pieces(), [&](int piece) { multiply<1>(layer.output, piece, attended_, tokens, add_to_hidden(piece)); });
+        clock.spent(PRODUCTS);
+        threads_.share(tokens, [&](int n) { normalize(step.hidden + size_t(n) * hidden_size, layer.feed_forward_norm, n); });
+        clock.spent(GLUE);
+        threads_.share(layer.gate_up.num_pieces() / 2, [&](int pair) {
+            multiply<2>(layer.gate_up, 2 * pair, hidden_in_, tokens, [&](int n, const float* values) {
+                float gated[PIECE];
+                for (int i = 0; i < PIECE; i += LANES) {
+                    const Floats gate = simd::load(values + i), up = simd::load(values + PIECE + i);
+                    const Floats denominator = simd::add(simd::all(1.0f), simd::exp(simd::sub(simd::zero(), gate)));
+                    simd::store(gated + i, simd::div(simd::mul(gate, up), denominator));
+                }
+                inner_.put(n, pair, gated);
+            });
+        });
+        threads_.share(layer.down.num_pieces(), [&](int piece) { multiply<1>(layer.down, piece, inner_, tokens, add_to_hidden(piece)); });
+        clock.spent(PRODUCTS);
+    }
+
+    // RMSNorm of one row, quantized into row n of `hidden_in_`.
+    void normalize(const float* row, const float* weight, int n) {
+        const int size = model_.hidden_size;
+        Floats squares = simd::zero();
+        for (int i = 0; i < size; i += LANES) squares = simd::fma(simd::load(row + i), simd::load(row + i), squares);
+        const Floats scale = simd::all(1.0f / std::sqrt(simd::sum(squares) / size + model_.eps));
+        for (int g = 0; g < size / GROUP; g++) {
+            float values[GROUP];
+            for (int i = 0; i < GROUP; i += LANES) {
+                const int at = g * GROUP + i;
+                simd::store(values + i, simd::mul(simd::mul(simd::load(row + at), scale), simd::load(weight + at)));
+            }
+            hidden_in_.put(n, g, values);
+        }
+    }
+
+    // LANES outputs of the query-key-value product from column `col` on: rotated, scaled, and put where they belong.
+    void place(const Step& step, Half* cache, int n, int col, const float* values) {
+        const int size = model_.head_size, head = col / size, d = col % size;
+        const int key_heads = model_.num_kv_heads, heads = model_.num_heads;
+        if (head >= heads + 2 * key_heads) return;  // padding
+        Floats x = simd::load(values);
+        if (head < heads + key_heads) x = simd::rotate_pairs(x, simd::load(model_.rotations + step.positions[n] * size + d));
+        if (head < heads) {
+            x = simd::mul(x, simd::all(1.0f / std::sqrt(static_cast<float>(size))));
+            simd::store(queries_.data() + size_t(n) * heads * size + col, x);
+            return;
+        }
+        const int side = head >= heads + key_heads, key_head = head - heads - side * key_heads;
+        const int64_t line = ((step.block_ids[n] * 2 + side) * key_heads + key_head) * model_.block_size + step.offsets[n];
+        const Floats most = simd::all(65504.0f);
+        simd::store(cache + line * size + d, simd::max(simd::sub(simd::zero(), most), simd::min(most, x)));
+    }
+
+    void attend_to(const Step& step, const Half* cache, const Task& task, AttentionScratch& scratch) {
+        const int group = model_.num_heads / model_.num_kv_heads, size = model_.head_size, stride = model_.num_heads * size;
+        const Pages pages{cache, step.block_tables + size_t(task.row) * step.table_width, model_.num_kv_heads, task.head, model_.block_size, size};
+        const float* queries = queries_.data() + size_t(task.token) * stride + task.head * group * size;
+        const int position = static_cast<int>(step.positions[task.token]);
+        if (task.span < 0) {
+            attend(pages, position, task.num_tokens, queries, stride, group, scratch, [&](int token, const Partial* sums) { finish(task.token + token, task.head, sums); });
+            return;
+        }
+        const float* lines[MAX_QUERIES];
+        int num_keys[MAX_QUERIES];
+        const int start = task.span * SPAN, num_spans = position / SPAN + 1;
+        for (int i = 0; i < group; i++) {
+            lines[i] = queries + i * size;
+            num_keys[i] = std::min(SPAN, position + 1 - start);
+        }
+        Partial* partials = partials_.data() + size_t(task.slot) * group;
+        attend_span(pages, start, lines, num_keys, group, scratch, partials + size_t(task.span) * group);
+        // Whoever comes last puts the spans together, in their order.
+        if (done_[task.slot].fetch_add(1, std::memory_order_acq_rel) + 1 < num_spans) return;
+        done_[task.slot].store(0, std::memory_order_relaxed);
+        for (int span = 1; span < num_spans; span++)
+            for (int i = 0; i < group; i++) merge(partials[i], partials[size_t(span) * group + i], size);
+        finish(task.token, task.head, partials);
+    }
+
+    // Divide by the softmax's sum and quantize the heads of a group, [group * head_size].
+    void finish(int token, int key_head, const Partial* sums) {
+        const int group = model_.num_heads / model_.num_kv_heads, size = model_.head_size;
+        alignas(64) float values[GROUP + MAX_HEAD];
+        int filled = 0, to = key_head * group * size / GROUP;
+        for (int i = 0; i < group; i++) {
+            const Floats inverse = simd::all(1.0f / sums[i].total);
+            for (int d = 0; d < size; d += LANES, filled += LANES)
+                simd::store(values + filled, simd::mul(simd::load(sums[i].values + d), inverse));
+            int used = 0;
+            for (; used + GROUP <= filled; used += GROUP) attended_.put(token, to++, values + used);
+            std::memmove(values, values + used, sizeof(float) * (filled - used));
+            filled -= used;
+        }
+    }
+
+    const Model& model_;
+    Threads threads_;
+    std::vector<std::vector<int8_t>> codes_;
+    std::vector<std::vector<float>> scales_, sums_;
+    std::vector<float> queries_;
+    Activations hidden_in_{}, attended_{}, inner_{};
+    std::vector<Task> tasks_;
+    std::vector<Partial> partials_;
+    std::vector<std::atomic<int>> done_;
+    std::vector<AttentionScratch> scratch_;
+};

@@ -156,13 +156,18 @@ class Meter:
             found[f"x-ratelimit-reset-{what}"] = span(bucket.seconds_until(bucket.per_minute, now))
         return found
 
+    def is_as_new(self, now: float) -> bool:
+        """Whether a fresh one would say the same: nothing runs, and all that was had has run in again."""
+        full = all(bucket.level(now) >= bucket.per_minute for bucket in self._buckets.values())
+        return full and not self._permits
+
     def _settle(self, now: float) -> None:
         if "tokens" in self._buckets:
             self._buckets["tokens"].account(sum([permit.take_uncharged() for permit in self._permits]), now)
 
 
 class Limits:
-    """The meters of all keys that have limits.
+    """The meters of all keys that have limits and were used lately.
 
     Args:
         find: the valid key of a name.
@@ -186,12 +191,19 @@ class Limits:
         meter = self._meter(who, now)
         return {} if meter is None else meter.headers(now)
 
+    @property
+    def num_meters(self) -> int:
+        """How many keys are remembered."""
+        return len(self._meters)
+
     def _meter(self, who: str, now: float) -> Meter | None:
         record = self._find(who)
         if record is None or record.limits == NO_LIMITS:
             return None
         meter = self._meters.get(record.identity)
         if meter is None:
+            # Keys come and go; what nobody has used for a while is not kept for ever.
+            self._meters = {key: one for key, one in self._meters.items() if not one.is_as_new(now)}
             meter = self._meters[record.identity] = Meter(record.limits, now)
         return meter
 

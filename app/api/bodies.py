@@ -44,6 +44,13 @@ class StreamOptions(Object):
     continuous_usage_stats: Literal[False] = Field(False, description="usage in every chunk is not supported")
     include_obfuscation: Literal[False] = Field(False, description="padding against eavesdroppers is not supported")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _an_object(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise PydanticCustomError("object", "must be an object")
+        return value
+
     @field_validator("continuous_usage_stats", "include_obfuscation", mode="before")
     @classmethod
     def _not_supported(cls, value: Any) -> Any:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from app.callers import Callers
 from app.config import load_settings
 from app.config_schema import KeyLimits
-from app.limits import Bucket, Meter, RateLimitError, span
+from app.limits import Bucket, Limits, Meter, RateLimitError, span
 from engine.errors import ConfigError
 from tests.app.serving import CHAT, COMPLETIONS, Driver, chat_body, events, make_settings, open_app, open_server
 
@@ -191,6 +191,28 @@ def test_spans_are_written_as_openai_does(seconds: float, text: str) -> None:
 
 
 # ---- the settings ----------------------------------------------------------------------------------------------------
+
+
+def test_keys_that_came_and_went_are_forgotten_when_they_owe_nothing() -> None:
+    made = KeyLimits(requests_per_minute=60)
+    records: Any = {f"k{index}": SimpleNamespace(identity=str(index), limits=made) for index in range(10)}
+    limits = Limits(records.get)
+    running = limits.admit("k0", [], 0.0)
+    for index in range(1, 9):
+        permit = limits.admit(f"k{index}", [], 0.0)
+        assert permit is not None
+        permit.close(0.0)
+    assert limits.num_meters == 9
+    del records["k3"]
+    for _ in range(30):
+        permit = limits.admit("k8", [], 15.0)
+        assert permit is not None
+        permit.close(15.0)
+    assert limits.admit("k9", [], 31.0) is not None
+    assert limits.num_meters == 3  # who is being answered, who owes something, and the new one
+    assert limits.headers("k8", 31.0)["x-ratelimit-remaining-requests"] == "46"
+    assert running is not None
+    running.close(31.0)
 
 
 def test_limits_come_from_the_file_by_name(tmp_path: Any) -> None:

@@ -94,23 +94,38 @@ def fault(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("together", message, {"param": param})
 
 
-def parse_json_object(data: bytes | str) -> dict[str, Any]:
-    """The JSON object in a request's body.
+def parse_json_object(data: bytes | str, *, what: str = "body") -> dict[str, Any]:
+    """The JSON object in a request's body, or in `what` else it is.
 
     Raises:
         InvalidRequestError: not JSON, nested too deeply, not an object, or with a number that no float can hold.
     """
+    value = load_json_object(data, what=what)
+    check_numbers(value)
+    return value
+
+
+def load_json_object(data: bytes | str, *, what: str = "body") -> dict[str, Any]:
+    """A JSON object, in which numbers may be infinite.
+
+    Raises:
+        InvalidRequestError: not JSON, nested too deeply, or not an object.
+    """
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+        raise InvalidRequestError(f"The {what} is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise InvalidRequestError("The body must be a JSON object.", code="invalid_json")
-    path = find_non_finite(value)
+        raise InvalidRequestError(f"The {what} must be a JSON object.", code="invalid_json")
+    return value
+
+
+def check_numbers(body: dict[str, Any]) -> None:
+    """Raise `InvalidRequestError` where a number was written that no float can hold: `1e999`."""
+    path = find_non_finite(body)
     if path is not None:
         param = _path(path)[:MAX_PARAM_LENGTH]
         raise InvalidRequestError(f"'{param}' is a number that is too large.", param=param, code="invalid_json")
-    return value
 
 
 def parse_body(kind: type[B], data: dict[str, Any]) -> B:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, TextIO
 import trio
 
 from app.api.errors import describe
-from app.api.schemas import parse_json_object
+from app.api.schemas import check_numbers, load_json_object
+from app.batch_output import FINGERPRINT, Earlier, fingerprint
 from app.offline import PLANS, answer, plan_whole
-from engine.errors import ConfigError, InvalidRequestError, RelevoError
+from engine.errors import InvalidRequestError, RelevoError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
     from engine.engine import Engine
     from engine.outbox import Delta
@@ -31,25 +31,13 @@ _SKIP_BYTES: Final = 1 << 20
 
 
 @dataclass(slots=True)
-class Earlier:
-    """What an earlier run has left in the output.
-
-    Attributes:
-        answers: `custom_id` of every line that has a result, to whether it was answered.
-        wrong_lines: numbers of the lines that were wrong themselves.
-    """
-
-    answers: dict[str, bool] = field(default_factory=dict)
-    wrong_lines: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
 class Counts:
     """How a batch goes.
 
     Attributes:
-        answered, failed: lines that have a result, those of earlier runs included.
-        before: lines of earlier runs.
+        answered: those of earlier runs included.
+        failed: in this run.
+        before: answered in earlier runs.
         num_tokens: tokens generated in this run.
         started: when it began, on trio's clock.
     """
@@ -71,11 +59,15 @@ class Counts:
         seconds = trio.current_time() - self.started
         return self.num_tokens / seconds if seconds > 0 else 0.0
 
-    def add(self, *, ok: bool, before: bool = False) -> None:
+    def add(self, *, ok: bool) -> None:
         """A line has its result."""
         self.answered += ok
         self.failed += not ok
-        self.before += before
+
+    def add_before(self) -> None:
+        """A line has had its answer from before."""
+        self.answered += 1
+        self.before += 1
 
 
 def read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
@@ -91,34 +83,20 @@ def read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
             yield number, line
 
 
-def read_earlier(path: Path) -> Earlier:
-    """What is in the output already. A last line that was cut off is removed from the file.
-
-    Raises:
-        ConfigError: the file holds something else.
-    """
-    earlier = Earlier()
-    with path.open("r+b") as file:
-        end = 0
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                file.truncate(end)
-                break
-            end += len(line)
-            try:
-                _note(earlier, json.loads(line))
-            except (ValueError, TypeError, KeyError):
-                message = f"{path}: line {number} is no result of a batch; name another --output, or --restart."
-                raise ConfigError(message) from None
-    return earlier
-
-
-def _note(earlier: Earlier, result: dict[str, Any]) -> None:
-    error, response = result["error"], result["response"]
-    if error is not None and error["code"] == INVALID_LINE:
-        earlier.wrong_lines.add(int(error["line"]))
-    else:
-        earlier.answers[str(result["custom_id"])] = response["status_code"] == 200
+def read_wanted(lines: Iterable[tuple[int, bytes | None]]) -> dict[str, str | None]:
+    """Every `custom_id` of a batch file, to the fingerprint of its line; `None` where that line is wrong."""
+    wanted: dict[str, str | None] = {}
+    taken: set[str] = set()
+    for _, line in lines:
+        try:
+            entry = _read_entry(line, taken)
+        except _WrongLineError as error:
+            if error.custom_id is not None:
+                wanted.setdefault(error.custom_id, None)
+            continue
+        taken.add(entry.custom_id)
+        wanted[entry.custom_id] = entry.fingerprint
+    return wanted
 
 
 async def run_batch(
@@ -135,8 +113,8 @@ async def run_batch(
 
     Args:
         lines: with their numbers; one JSON object each, in UTF-8, with `custom_id`, `method`, `url` and `body`.
-        target: gets one JSON object a line: `id`, `custom_id`, `response` and `error`.
-        earlier: what it holds already; these lines are left out.
+        target: gets one JSON object a line: `id`, `custom_id`, `response`, `error`, and the fingerprint of its line.
+        earlier: what it holds already; lines that are answered there are left out.
         progress: told with each piece of an answer and with each line.
 
     Returns:
@@ -166,18 +144,15 @@ class _Run:
         self.places = trio.Semaphore(2 * engine.config.max_num_seqs)
 
     def open(self, number: int, line: bytes | None) -> _Entry | None:
-        """What a line asks for; nothing where it is wrong itself, or has its result from before."""
-        if number in self._earlier.wrong_lines:
-            self.counts.add(ok=False, before=True)
-            return None
+        """What a line asks for; nothing where it is wrong itself, or has its answer from before."""
         try:
             entry = _read_entry(line, self._taken)
         except _WrongLineError as error:
-            self._finish(_wrong(error, number))
+            self._finish(_wrong(error, number), fingerprint(line))
             return None
         self._taken.add(entry.custom_id)
-        if entry.custom_id in self._earlier.answers:
-            self.counts.add(ok=self._earlier.answers[entry.custom_id], before=True)
+        if self._earlier.answers.get(entry.custom_id) == entry.fingerprint:
+            self.counts.add_before()
             return None
         return entry
 
@@ -187,14 +162,14 @@ class _Run:
             result = await _answer(self._engine, entry, self._watch)
         finally:
             self.places.release()
-        self._finish(result)
+        self._finish(result, entry.fingerprint)
 
     def _watch(self, delta: Delta) -> None:
         self.counts.num_tokens += len(delta.token_ids)
         self._progress(self.counts)
 
-    def _finish(self, result: dict[str, Any]) -> None:
-        self._target.write(json.dumps(result, ensure_ascii=False) + "\n")
+    def _finish(self, result: dict[str, Any], line: str | None) -> None:
+        self._target.write(json.dumps({**result, FINGERPRINT: line}, ensure_ascii=False) + "\n")
         self._target.flush()
         self.counts.add(ok=result["error"] is None and result["response"]["status_code"] == 200)
         self._progress(self.counts)
@@ -207,6 +182,7 @@ class _Entry:
     custom_id: str
     url: str
     body: dict[str, Any]
+    fingerprint: str | None
 
 
 class _WrongLineError(Exception):
@@ -229,6 +205,7 @@ async def _answer(engine: Engine, entry: _Entry, watch: Callable[[Delta], object
     As over HTTP, a mistake of ours costs the one line that met it, and the log has it.
     """
     try:
+        check_numbers(entry.body)
         job = plan_whole(engine, entry.url, entry.body)
         status, content = 200, await answer(engine, job, watch=watch)
     except Exception as error:
@@ -244,7 +221,7 @@ def _read_entry(line: bytes | None, taken: set[str]) -> _Entry:
     if line is None:
         raise _WrongLineError(f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.")
     try:
-        entry = parse_json_object(line)
+        entry = load_json_object(line, what="line")
     except InvalidRequestError as error:
         raise _WrongLineError(str(error)) from None
     custom_id, url, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
@@ -258,7 +235,7 @@ def _read_entry(line: bytes | None, taken: set[str]) -> _Entry:
         raise _WrongLineError(f"'url' must be one of {', '.join(PLANS)}.", custom_id)
     if not isinstance(body, dict):
         raise _WrongLineError("'body' must be an object.", custom_id)
-    return _Entry(custom_id, url, body)
+    return _Entry(custom_id, url, body, fingerprint(line))
 
 
 def _make_id(prefix: str) -> str:

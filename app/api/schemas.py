@@ -94,19 +94,19 @@ def fault(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("together", message, {"param": param})
 
 
-def parse_json_object(data: bytes | str, *, what: str = "body") -> dict[str, Any]:
-    """The JSON object in a request's body, or in `what` else it is.
+def parse_json_object(data: bytes | str) -> dict[str, Any]:
+    """The JSON object in a request's body.
 
     Raises:
         InvalidRequestError: not JSON, nested too deeply, not an object, or with a number that no float can hold.
     """
-    value = load_json_object(data, what=what)
+    value = load_json_object(data)
     check_numbers(value)
     return value
 
 
 def load_json_object(data: bytes | str, *, what: str = "body") -> dict[str, Any]:
-    """A JSON object, in which numbers may be infinite.
+    """A JSON object, in which numbers may be infinite; errors call it `what`.
 
     Raises:
         InvalidRequestError: not JSON, nested too deeply, or not an object.

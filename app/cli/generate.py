@@ -12,13 +12,15 @@ import trio
 from app.cli.options import OFFLINE_SECTIONS, Parser, add_command, add_settings, settings_of
 from app.cli.progress import Progress
 from app.cli.pull import with_model
+from app.render.numbers import count, plural
 from engine.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from app.batch import Earlier
+    from app.batch_output import Earlier
+    from app.config import Settings
     from engine.config import EngineConfig
 
 # Flag of the command, field of the request body, type.
@@ -43,9 +45,13 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="where the results of --input go; what is there is gone on with",
+        help="where the results of --input go; lines that are answered there are left out, failed and changed ones not",
     )
-    command.add_argument("--restart", action="store_true", help="throw away what is in --output and begin anew")
+    command.add_argument(
+        "--restart",
+        action="store_true",
+        help="throw away what is in --output and answer every line anew, with another model for example",
+    )
     prompt = command.add_argument_group("with --prompt")
     prompt.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
     prompt.add_argument("--system", metavar="TEXT", help="a system prompt before the user's turn")
@@ -68,16 +74,42 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_of(options)
     if options.prompt is not None:
         return trio.run(_answer_prompt, with_model(settings).engine_config(), options)
+    return _run_file(options, settings)
+
+
+def _run_file(options: argparse.Namespace, settings: Settings) -> int:
+    """Answer the file, all of it or what is left of it."""
     from app import batch
 
+    if not options.output.parent.is_dir():
+        raise ConfigError(f"There is no folder {options.output.parent} for --output; make it, or name another.")
     with options.input.open("rb") as source:
         total = sum(1 for _ in batch.read_lines(source))
     # A file that cannot be written is told of before the model is loaded.
     options.output.open("w" if options.restart else "a").close()
-    earlier = batch.read_earlier(options.output)
+    earlier = _read_earlier(options)
     config = with_model(settings).engine_config()
     with _told_when_interrupted(options.output):
         return trio.run(_answer_file, config, options, earlier, total)
+
+
+def _read_earlier(options: argparse.Namespace) -> Earlier:
+    """What still holds of an earlier run, told to whoever looks on."""
+    from app import batch
+    from app.batch_output import Earlier, read_earlier
+
+    if not options.output.stat().st_size:
+        return Earlier()
+    with options.input.open("rb") as source:
+        wanted = batch.read_wanted(batch.read_lines(source))
+    earlier = read_earlier(options.output, wanted)
+    told = [plural(len(earlier.answers), "line") + " answered before"]
+    if earlier.num_failed:
+        told.append(f"{count(earlier.num_failed)} failed and tried again")
+    if earlier.num_changed:
+        told.append(f"{count(earlier.num_changed)} changed and answered anew")
+    print(f"going on with {options.output}: {', '.join(told)} (--restart answers all anew)", file=sys.stderr)
+    return earlier
 
 
 async def _answer_prompt(config: EngineConfig, options: argparse.Namespace) -> int:
@@ -129,10 +161,12 @@ async def _answer_file(config: EngineConfig, options: argparse.Namespace, earlie
                 earlier=earlier,
                 progress=lambda counts: progress(counts.total, total, f"{counts.tokens_per_second:.1f} tokens/s"),
             )
-    before = f" ({counts.before} of them before)" if counts.before else ""
-    speed = f"{counts.num_tokens:,} tokens, {counts.tokens_per_second:.1f} a second"
+    before = f" ({count(counts.before)} of them before)" if counts.before else ""
+    failed = f", {count(counts.failed)} failed (their 'error' says why)" if counts.failed else ""
+    speed = f"{count(counts.num_tokens)} tokens, {counts.tokens_per_second:.1f} a second"
     print(
-        f"{counts.answered} of {counts.total} lines answered{before}; {speed}; results in {options.output}",
+        f"{count(counts.answered)} of {plural(counts.total, 'line')} answered{before}{failed}; {speed}; "
+        f"results in {options.output}",
         file=sys.stderr,
     )
     return 1 if counts.failed else 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import trio
 from app import batch
 from app.api.planning import CHAT_URL, COMPLETION_URL
 from app.api.responses import RESPONSES_URL
+from app.batch_output import read_earlier
 from engine.errors import ConfigError
 from tests.fakes import FakeChatTemplate, fake_config, open_fake_engine
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 ROOT = Path(__file__).resolve().parents[2]
+MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def line(custom_id: object, url: str, body: object, **more: object) -> bytes:
@@ -51,15 +55,14 @@ def texts(path: Path) -> dict[str | None, str]:
 
 
 async def test_a_batch_file_is_answered_line_by_line(autojump_clock: object) -> None:
-    messages = [{"role": "user", "content": "hello"}]
     lines = [
-        line("chat", CHAT_URL, {"messages": messages, "max_tokens": 5, "temperature": 0}),
+        line("chat", CHAT_URL, {"messages": MESSAGES, "max_tokens": 5, "temperature": 0}),
         b"\n",
         line("text", COMPLETION_URL, {"prompt": "abc", "max_tokens": 3, "temperature": 0}),
         line("ids", COMPLETION_URL, {"prompt": [97, 98, 99], "max_tokens": 3, "temperature": 0}),
         line("response", RESPONSES_URL, {"input": "hello", "max_output_tokens": 4}),
         line("empty", CHAT_URL, {"messages": []}),
-        line("model", CHAT_URL, {"messages": messages, "model": "other"}),
+        line("model", CHAT_URL, {"messages": MESSAGES, "model": "other"}),
         line("long", COMPLETION_URL, {"prompt": "x" * 100_000}),
         line("stream", COMPLETION_URL, {"prompt": "x", "stream": True}),
     ]
@@ -104,6 +107,7 @@ async def test_a_wrong_line_fails_alone(autojump_clock: object, text: bytes, cus
     wrong = results(target)[custom_id]
     assert wrong["response"] is None
     assert (wrong["error"]["code"], wrong["error"]["line"]) == ("invalid_line", 2)
+    assert "body is not" not in wrong["error"]["message"]
 
 
 async def test_a_line_that_is_far_too_long_is_not_read_to_its_end(
@@ -215,13 +219,14 @@ async def test_a_mistake_of_ours_costs_one_line_and_is_logged(
     assert "AttributeError" in caplog.text
 
 
-async def test_a_number_that_no_float_can_hold_makes_its_line_wrong(autojump_clock: object) -> None:
-    wrong = completion("wrong", temperature=1).replace(b'"temperature": 1', b'"temperature": 1e999')
+async def test_a_number_that_no_float_can_hold_is_refused_as_by_the_route(autojump_clock: object) -> None:
+    hot = completion("hot", temperature=1).replace(b'"temperature": 1', b'"temperature": 1e999')
     target = io.StringIO()
     async with open_fake_engine() as engine:
-        counts = await batch.run_batch(engine, numbered([completion("a"), wrong, completion("b")]), target)
+        counts = await batch.run_batch(engine, numbered([completion("a"), hot, completion("b")]), target)
     assert (counts.answered, counts.failed) == (2, 1)
-    assert "body.temperature" in results(target)[None]["error"]["message"]
+    response = results(target)["hot"]["response"]
+    assert (response["status_code"], response["body"]["error"]["param"]) == (400, "temperature")
 
 
 LINES = [
@@ -232,13 +237,13 @@ LINES = [
 ]
 
 
-async def run_for(seconds: float, path: Path) -> batch.Counts | None:
+async def run_for(seconds: float, path: Path, lines: list[bytes] = LINES) -> batch.Counts | None:
     """A run that goes on with what is there and is cut off after a while; its counts if it came to its end."""
     with path.open("a"):
-        earlier = batch.read_earlier(path)
+        earlier = read_earlier(path, batch.read_wanted(numbered(lines)))
     with trio.move_on_after(seconds), path.open("a") as target:
         async with open_fake_engine() as engine:
-            return await batch.run_batch(engine, numbered(LINES), target, earlier=earlier)
+            return await batch.run_batch(engine, numbered(lines), target, earlier=earlier)
     return None
 
 
@@ -268,15 +273,85 @@ async def test_an_interrupted_run_goes_on_and_ends_like_one_that_was_not(
         assert bodies[0] == bodies[1]
     again = await run_for(1e9, pieces)
     assert again is not None
-    assert (again.answered, again.failed, again.before, again.num_tokens) == (40, 3, 43, 0)
+    assert (again.answered, again.failed, again.before, again.num_tokens) == (40, 3, 40, 0)
+    assert len(pieces.read_text().splitlines()) == len(LINES)
 
 
-@pytest.mark.parametrize("content", ["nonsense\n", "[1]\n", '{"custom_id": "a"}\n', '{"a": 1}\n{"b": 2}\n', "5\n\n"])
+async def run_whole(path: Path, *lines: bytes) -> tuple[int, int, int]:
+    """How many were answered, failed, and were answered before."""
+    counts = await run_for(1e9, path, list(lines))
+    assert counts is not None
+    return counts.answered, counts.failed, counts.before
+
+
+async def test_lines_that_were_corrected_are_read_again(autojump_clock: object, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    assert await run_whole(path, completion("a"), b"{broken", completion("bad", temperature=9)) == (1, 2, 0)
+    first = results(path)["a"]
+    corrected = (completion("a"), completion("b"), completion("bad", temperature=1))
+    assert await run_whole(path, *corrected) == (3, 0, 1)
+    assert set(texts(path)) == {"a", "b", "bad"}
+    assert len(path.read_text().splitlines()) == 3
+    assert results(path)["a"] == first
+    # Blanks around a line, its place, and a line before it that is wrong are nothing to it.
+    assert await run_whole(path, b"{broken", *[b" %s\r\n" % line for line in reversed(corrected)]) == (3, 1, 3)
+
+
+async def test_a_changed_prompt_is_answered_anew(autojump_clock: object, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    await run_whole(path, completion("a"), completion("b"))
+    before = texts(path)
+    assert await run_whole(path, completion("a", prompt="another"), completion("b")) == (2, 0, 1)
+    after = texts(path)
+    assert len(path.read_text().splitlines()) == 2
+    assert after["a"] != before["a"]
+    assert after["b"] == before["b"]
+
+
+async def test_what_another_input_has_left_is_neither_counted_nor_touched(
+    autojump_clock: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    await run_whole(path, completion("other"), completion("worse", temperature=9))
+    left = path.read_text()
+    assert await run_whole(path, completion("a"), completion("b")) == (2, 0, 0)
+    assert path.read_text().startswith(left)
+
+
+async def test_a_line_that_failed_by_our_fault_is_tried_again(autojump_clock: object, tmp_path: Path) -> None:
+    path, lines = tmp_path / "out.jsonl", [completion("a"), line("chat", CHAT_URL, {"messages": MESSAGES})]
+    async with open_fake_engine(chat_template=Broken()) as engine:
+        with path.open("w") as target:
+            await batch.run_batch(engine, numbered(lines), target)
+    assert results(path)["chat"]["response"]["status_code"] == 500
+    path.chmod(0o640)
+    earlier = read_earlier(path, batch.read_wanted(numbered(lines)))
+    assert (set(earlier.answers), earlier.num_failed, earlier.num_changed) == ({"a"}, 1, 0)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+    assert await run_whole(path, *lines) == (2, 0, 1)
+
+
+async def test_a_custom_id_that_a_wrong_line_had_first_belongs_to_the_right_one(
+    autojump_clock: object, tmp_path: Path
+) -> None:
+    path, lines = tmp_path / "out.jsonl", [line("a", "/v1/embeddings", {}), completion("a")]
+    assert await run_whole(path, *lines) == (1, 1, 0)
+    assert await run_whole(path, *lines) == (1, 1, 1)
+
+
+# Another program's, which does not tell what it was asked.
+STRANGE = '{"id": "1", "custom_id": "a", "response": {"status_code": 200, "body": {}}, "error": null}\n'
+
+
+@pytest.mark.parametrize(
+    "content", ["nonsense\n", "[1]\n", STRANGE, '{"custom_id": "a"}\n', '{"a": 1}\n{"b": 2}\n', "5\n\n"]
+)
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"line 1 is no result of a batch; name another --output, or --restart"):
-        batch.read_earlier(path)
+        read_earlier(path, {"a": "b"})
     assert path.read_text() == content
 
 
@@ -345,5 +420,7 @@ def test_the_command_goes_on_after_a_signal(start: Callable[..., subprocess.Pope
     process = start()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert err.startswith("150 of 150 lines answered (")
+    told, end = err.splitlines()
+    assert re.fullmatch(r"going on with .*out\.jsonl: \d+ lines answered before \(--restart answers all anew\)", told)
+    assert end.startswith("150 of 150 lines answered (")
     assert len(output.read_text().splitlines()) == len(texts(output)) == 150

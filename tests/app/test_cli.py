@@ -264,9 +264,20 @@ def test_generate_answers_a_file(run: Any, tmp_path: Path) -> None:
     assert re.fullmatch(rf"5 of 5 lines answered; 15 tokens, [\d.,]+ a second; results in {target}\n", err)
     assert {json.loads(line)["custom_id"] for line in target.read_text().splitlines()} == set("01234")
     # What is there is not answered again, unless that is wanted.
-    assert "5 of 5 lines answered (5 of them before); 0 tokens" in run("generate", "-i", source, "-o", target)[2]
-    source.write_bytes(source.read_bytes().replace(b'"4"', b'"\xff"'))
-    assert run("generate", "-i", source, "-o", target, "--restart")[2].startswith("4 of 5 lines answered; 10 tokens")
+    told, end = run("generate", "-i", source, "-o", target)[2].splitlines()
+    assert told == f"going on with {target}: 5 lines answered before (--restart answers all anew)"
+    assert end.startswith("5 of 5 lines answered (5 of them before); 0 tokens")
+    # What failed is not called answered, and is tried again.
+    good = source.read_bytes()
+    source.write_bytes(good.replace(b'"4"', b'"\xff"').replace(b'"max_tokens": 4', b'"max_tokens": -4'))
+    code, _, err = run("generate", "-i", source, "-o", target, "--restart")
+    assert code == 1
+    assert err.startswith("3 of 5 lines answered, 2 failed (their 'error' says why); 6 tokens")
+    source.write_bytes(good.replace(b'"max_tokens": 1', b'"max_tokens": 2'))
+    told, end = run("generate", "-i", source, "-o", target)[2].splitlines()
+    assert "2 lines answered before, 2 failed and tried again, 1 changed and answered anew (" in told
+    assert end.startswith("5 of 5 lines answered (2 of them before); 11 tokens")
+    assert len(target.read_text().splitlines()) == 5
     source.write_text("nonsense\n")
     assert run("generate", "-i", source, "-o", target, "--restart")[0] == 1
     assert run("generate", "-i", source, "-o", source)[0] == 2
@@ -286,8 +297,10 @@ def config_file(tmp_path: Path) -> Path:
 def test_a_file_that_cannot_be_opened_is_named(run: Any, tmp_path: Path) -> None:
     source, nowhere = tmp_path / "in.jsonl", tmp_path / "nowhere" / "x.jsonl"
     source.write_text("{}\n")
-    for words in (("-i", nowhere, "-o", tmp_path / "out"), ("-i", source, "-o", nowhere)):
-        assert run("generate", *words) == (1, "", f"relevo: {nowhere}: no such file or directory\n")
+    words = ("-i", nowhere, "-o", tmp_path / "out")
+    assert run("generate", *words) == (1, "", f"relevo: {nowhere}: no such file or directory\n")
+    code, _, err = run("generate", "-i", source, "-o", nowhere)
+    assert (code, f"There is no folder {nowhere.parent} for --output; make it" in one_line(err)) == (2, True)
 
 
 def test_the_version(run: Any) -> None:

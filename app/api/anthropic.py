@@ -11,6 +11,7 @@ from pydantic import Field, WithJsonSchema
 from app.api.anthropic_answer import MessageEnvelope
 from app.api.bodies import MAX_TOKENS_CEILING
 from app.api.kinds import Stops
+from app.api.own_names import OwnNames
 from app.api.planning import check_model, plan_chat
 from app.api.requests import read_json
 from app.api.schemas import Body, parse_body
@@ -29,6 +30,27 @@ COUNT_URL: Final = "/v1/messages/count_tokens"
 _ARRAY: Final = WithJsonSchema({"type": "array", "items": {"type": "object"}})
 _OBJECT: Final = WithJsonSchema({"type": "object"})
 _TEXT_OR_BLOCKS: Final = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
+# What the fields of a chat are called here.
+_FIELDS: Final = {
+    r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[\d+\])\.function": r"\1",
+    r"tool_choice\.function": "tool_choice",
+    r"chat_template_kwargs\.thinking_budget": "thinking.budget_tokens",
+    r"chat_template_kwargs(?:\.\w+)?": "thinking",
+}
+_MEMBERS: Final = {
+    ".tool_call_id": ".tool_use_id",
+    ".function.name": ".name",
+    ".reasoning_content": ".content",
+    ".tool_calls": ".content",
+}
+_PHRASES: Final = {
+    "an assistant's 'tool_calls'": "an assistant's 'tool_use' blocks",
+    "a tool's message with its result": "a 'tool_result' in the next message",
+    "calls of the same id": "'tool_use' blocks of the same id",
+}
+# A message of the chat, with the place of what it is made of; then the places of its calls.
+Placed = tuple[dict[str, Any], tuple[str, ...]]
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -69,7 +91,8 @@ def plan_messages(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
     """
     body = parse_body(MessagesBody, data)
     refuse_unsupported(data, MessagesBody.at_rest)
-    chat = conversation_to_chat(engine, body) | {
+    names = _own_names()
+    chat = conversation_to_chat(engine, body, names) | {
         "max_tokens": body.max_tokens,
         "stop": list(body.stop_sequences),
         "temperature": body.temperature,
@@ -77,7 +100,8 @@ def plan_messages(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
         "top_k": body.top_k,
         "stream": body.stream,
     }
-    plan = plan_chat(engine, chat, caller)
+    with names.told():
+        plan = names.put_into(plan_chat(engine, chat, caller))
     return replace(plan, envelope=MessageEnvelope(plan.answer_id.replace("chatcmpl-", "msg_"), engine.model.name))
 
 
@@ -86,16 +110,30 @@ async def count_tokens(context: Context) -> dict[str, Any]:
     engine = context.engine
     body = parse_body(ConversationBody, await read_json())
     check_model(engine, body)
-    return {"input_tokens": len(await encode_chat(engine, conversation_to_chat(engine, body)))}
+    names = _own_names()
+    chat = conversation_to_chat(engine, body, names)
+    with names.told():
+        return {"input_tokens": len(await encode_chat(engine, chat))}
 
 
-def conversation_to_chat(engine: Engine, body: ConversationBody) -> dict[str, Any]:
-    """The part of a chat's body that makes up its prompt."""
+def _own_names() -> OwnNames:
+    return OwnNames(_FIELDS, members=_MEMBERS, phrases=_PHRASES)
+
+
+def conversation_to_chat(engine: Engine, body: ConversationBody, names: OwnNames) -> dict[str, Any]:
+    """The part of a chat's body that makes up its prompt; `names` are told where each message comes from."""
     messages = _system(body.system)
+    if messages:
+        names.add("messages[0]", "system")
     if not isinstance(body.messages, list) or not body.messages:
         raise InvalidRequestError("'messages' must be a list of at least one message.", param="messages")
     for index, entry in enumerate(body.messages):
-        messages += _message(entry, f"messages[{index}]")
+        for told, places in _message(entry, f"messages[{index}]"):
+            where = f"messages[{len(messages)}]"
+            names.add(where, places[0])
+            for number, place in enumerate(places[1:]):
+                names.add(f"{where}.tool_calls[{number}]", place)
+            messages.append(told)
     if messages[-1]["role"] == "assistant":
         message = "The last of 'messages' must be the user's: an answer that has begun cannot be continued here."
         raise InvalidRequestError(message, param="messages", code="unsupported_parameter")
@@ -135,22 +173,23 @@ def _unsupported(block: object, where: str, known: str) -> InvalidRequestError:
     return InvalidRequestError(message, param=where, code="unsupported_content")
 
 
-def _message(entry: object, where: str) -> list[dict[str, Any]]:
+def _message(entry: object, where: str) -> list[Placed]:
     """One message as the chat's messages: results of tools are messages of their own there."""
     role = entry.get("role") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or role not in ("user", "assistant"):
         raise InvalidRequestError(f"'{where}.role' must be user or assistant.", param=f"{where}.role")
     content = entry.get("content")
-    where = f"{where}.content"
+    whole, where = where, f"{where}.content"
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
+        return [({"role": role, "content": content}, (whole,))]
     if not isinstance(content, list):
         raise InvalidRequestError(f"'{where}' must be a string or a list of blocks.", param=where)
-    return _assistant(content, where) if role == "assistant" else _user(content, where)
+    return [_assistant(content, whole)] if role == "assistant" else _user(content, whole)
 
 
-def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+def _user(blocks: list[Any], whole: str) -> list[Placed]:
+    where = f"{whole}.content"
+    messages: list[Placed] = []
     texts: list[str] = []
     for index, block in enumerate(blocks):
         match block:
@@ -163,15 +202,18 @@ def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
                 text = _text(block.get("content") or "", f"{where}[{index}].content")
                 if block.get("is_error") is True:
                     text = f"Error: {text}"
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+                result = {"role": "tool", "tool_call_id": call_id, "content": text}
+                messages.append((result, (f"{where}[{index}]",)))
             case _:
                 raise _unsupported(block, f"{where}[{index}]", "text and tool_result")
     if texts or not messages:
-        messages.append({"role": "user", "content": "\n".join(texts)})
+        messages.append(({"role": "user", "content": "\n".join(texts)}, (whole,)))
     return messages
 
 
-def _assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:
+def _assistant(blocks: list[Any], whole: str) -> Placed:
+    where = f"{whole}.content"
+    places = [whole]
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -186,12 +228,13 @@ def _assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:
             case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
                 function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
                 calls.append({"id": call_id, "type": "function", "function": function})
+                places.append(f"{where}[{index}]")
             case _:
                 raise _unsupported(block, f"{where}[{index}]", "text, thinking and tool_use")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
-    return [message | ({"tool_calls": calls} if calls else {})]
+    return message | ({"tool_calls": calls} if calls else {}), tuple(places)
 
 
 def _tools(value: object) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pydantic import Field, WithJsonSchema
 
 from app.api import unsupported
 from app.api.bodies import MAX_TOKENS_CEILING
+from app.api.own_names import OwnNames
 from app.api.planning import plan_chat
 from app.api.responses_answer import ResponseEnvelope
 from app.api.schemas import Body, parse_body
@@ -28,6 +29,27 @@ _ITEMS: Final = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", 
 _CHOICE: Final = WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})
 # The kinds of text in a message's content.
 _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+# What the fields of a chat are called here.
+_FIELDS: Final = {
+    "messages": "input",
+    r"response_format\.json_schema": "text.format",
+    "response_format": "text.format",
+    r"(tools\[\d+\])\.function": r"\1",
+    r"tool_choice\.(?:function|allowed_tools)": "tool_choice",
+    "reasoning_effort": "reasoning.effort",
+}
+_MEMBERS: Final = {
+    ".id": ".call_id",
+    ".tool_call_id": ".call_id",
+    ".function.name": ".name",
+    ".reasoning_content": ".content",
+    ".tool_calls": "",
+}
+_PHRASES: Final = {
+    "an assistant's 'tool_calls'": "the 'function_call' items",
+    "a tool's message with its result": "a 'function_call_output'",
+    "in the assistant's message before": "right before",
+}
 
 
 class ResponsesBody(Body):
@@ -75,22 +97,22 @@ def plan_response(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
     """
     body = parse_body(ResponsesBody, data)
     unsupported.refuse_unsupported(data, ResponsesBody.at_rest)
-    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    tools = _tools(body.tools)
+    names = OwnNames(_FIELDS, members=_MEMBERS, phrases=_PHRASES)
     chat: dict[str, Any] = {
         "model": body.model,
-        "messages": [*system, *_messages(body.input)],
+        "messages": _messages(body.instructions, body.input, names),
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "tools": tools,
+        "tools": _tools(body.tools),
         "tool_choice": _choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body.text),
         "reasoning_effort": _effort(body.reasoning),
         "stream": body.stream,
     }
-    plan = plan_chat(engine, chat, caller)
+    with names.told():
+        plan = names.put_into(plan_chat(engine, chat, caller))
     tokenizer = engine.tokenizer
     envelope = ResponseEnvelope(
         plan.answer_id.removeprefix("chatcmpl-"),
@@ -123,22 +145,29 @@ def _echo(body: ResponsesBody, model: str) -> dict[str, Any]:
     }
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, value: object, names: OwnNames) -> list[dict[str, Any]]:
     """Items as a chat's messages. What the assistant thought, said and called in a row is one message there."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+        names.add("messages[0]", "instructions")
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return [*messages, {"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise InvalidRequestError("'input' must be a string or a list of items.", param="input")
     if len(value) > MAX_ITEMS:
         raise InvalidRequestError(f"'input' has {len(value)} items; at most {MAX_ITEMS} are taken.", param="input")
-    messages: list[dict[str, Any]] = []
     for index, item in enumerate(value):
-        message = _item(item, f"input[{index}]")
+        where = f"input[{index}]"
+        message = _item(item, where)
         last = messages[-1] if messages else None
         if last is not None and message["role"] == last["role"] == "assistant" and _joins(last, message):
             messages[-1] = _join(last, message)
         else:
             messages.append(message)
+            names.add(f"messages[{len(messages) - 1}]", where)
+        if "tool_calls" in message:
+            names.add(f"messages[{len(messages) - 1}].tool_calls[{len(messages[-1]['tool_calls']) - 1}]", where)
     return messages
 
 

@@ -23,6 +23,7 @@ COUNT = "/v1/messages/count_tokens"
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 USER = {"role": "user", "content": "hi"}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+USE = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
 TOOL = {"name": "weather", "description": "of a city", "input_schema": CITY}
 CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
 ANSWER = bytes(expected_output([257, *b"hi", 258], 6)).decode()
@@ -217,7 +218,10 @@ async def test_a_conversation_with_tools_is_laid_out() -> None:
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "tool_call_id"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+            "[0].content[0].tool_use_id",
+        ),
         ({"system": 3}, "system"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"stop_sequences": [""]}, "stop_sequences"),
@@ -225,10 +229,20 @@ async def test_a_conversation_with_tools_is_laid_out() -> None:
         ({"temperature": 3}, "temperature"),
         ({"tools": 3}, "tools"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
-        ({"tools": [{**TOOL, "name": "a b"}]}, "name"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "'tools[0].name'"),
+        ({"tools": [{**TOOL, "input_schema": []}]}, "'tools[0].input_schema'"),
+        (
+            {"system": "x", "messages": [USER, {"role": "assistant", "content": [USE, {**USE, "id": ""}]}, USER]},
+            "'messages[1].content[1].id'",
+        ),
+        (
+            {"system": "x", "messages": [USER, {"role": "assistant", "content": [USE, USE]}, USER]},
+            "'messages[1].content' has two 'tool_use' blocks of the same id",
+        ),
+        ({"system": "x", "messages": [USER, {"role": "assistant", "content": [USE]}, USER]}, "'tool_result'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "'tool_choice.name'"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"thinking": True}, "thinking"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -243,6 +257,8 @@ async def test_bad_requests_are_named_in_anthropics_shape(fields: dict[str, Any]
     MessageError.model_validate(answer)
     assert answer["error"]["type"] == "invalid_request_error"
     assert named in answer["error"]["message"]
+    for theirs in (".function", "tool_calls", "tool_call_id", "chat_template_kwargs"):
+        assert theirs not in answer["error"]["message"]
 
 
 async def test_other_errors_have_the_shape_too() -> None:
@@ -334,6 +350,8 @@ async def test_tokens_are_counted() -> None:
         assert (await server.client.post(COUNT, json=request)).json() == {"input_tokens": 10}
         more = (await server.client.post(COUNT, json={**request, "tools": [TOOL]})).json()
         assert more["input_tokens"] > 100
+        odd = await server.client.post(COUNT, json={**request, "tools": [{**TOOL, "name": "a b"}]})
+        assert "'tools[0].name'" in odd.json()["error"]["message"]
         refused = await server.client.post(COUNT, json={"messages": []})
         assert (refused.status_code, refused.json()["type"]) == (400, "error")
 

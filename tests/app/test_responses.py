@@ -20,6 +20,9 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "name": "weather", "description": "of a city", "parameters": CITY, "strict": True}
 CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
+USER = {"role": "user", "content": "hi"}
+ASKED = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "warm"}
 ANSWER = bytes(expected_output([257, *b"hi", 258], 6)).decode()
 
 
@@ -209,22 +212,34 @@ async def test_an_effort_switches_thinking() -> None:
         ({"temperature": 3}, "temperature"),
         ({"instructions": 3}, "instructions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": []}]}, "tools[0].parameters"),
         ({"tools": 3}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.function.name"),
-        ({"reasoning": {"effort": "high"}}, "reasoning_effort"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": 3}, "reasoning"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "b"}}}}, "text.format.schema"),
+        ({"input": "x" * 2000}, "input"),
+        ({"instructions": "x", "input": [ASKED]}, "input"),
+        ({"instructions": "x", "input": [USER, ASKED, USER]}, "input[2]"),
+        ({"instructions": "x", "input": [USER, ASKED, {**ASKED, "call_id": ""}]}, "input[2].call_id"),
+        ({"input": [USER, {**ASKED, "name": "x" * 300}]}, "input[1].name"),
+        ({"input": [USER, ASKED, {**RESULT, "call_id": "d"}]}, "input[2].call_id"),
     ],
 )
 async def test_bad_requests_are_named(fields: dict[str, Any], param: str) -> None:
     async with open_server() as server:
         response = await server.client.post(RESPONSES, json=body(**fields))
     assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+    error = response.json()["error"]
+    assert error["param"] == param
+    for theirs in ("messages", "response_format", ".function", "tool_calls", "reasoning_effort"):
+        assert theirs not in error["message"]
 
 
 async def test_values_that_ask_for_nothing_are_accepted() -> None:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import hypercorn.trio.run
 import trio
-from hypercorn.events import Closed
+from hypercorn.config import Config
+from hypercorn.events import Closed, RawData
 from hypercorn.trio.tcp_server import TCPServer
 
 if TYPE_CHECKING:
     from hypercorn.events import Event
 
 log = logging.getLogger("relevo.http")
+
+# A piece of an answer; a reader shows that it is there by taking one.
+MAX_PIECE_BYTES: Final = 1 << 16
+
+
+class ConnectionConfig(Config):
+    """Hypercorn's settings, and one of ours.
+
+    Attributes:
+        stall_seconds: a client that does not take one piece of an answer for so long has its connection closed.
+    """
+
+    stall_seconds: float = 60.0
 
 
 class Connection(TCPServer):
@@ -24,7 +38,12 @@ class Connection(TCPServer):
 
     *It ends alone.* Closing and sending may meet on the socket, when a client hangs up in the middle of an upload that
     is being refused. Hypercorn lets that error out, and with it the whole server.
+
+    *It ends when its client has stopped reading.* Hypercorn's own would wait for ever, and with it the call, whose API
+    key would be short of a place.
     """
+
+    config: ConnectionConfig
 
     _gone = False
 
@@ -38,9 +57,26 @@ class Connection(TCPServer):
     async def protocol_send(self, event: Event) -> None:
         """Send; a socket that another task is closing at this moment is as good as closed."""
         try:
-            await super().protocol_send(event)
+            if isinstance(event, RawData):
+                await self._send(event.data)
+            else:
+                await super().protocol_send(event)
         except trio.BusyResourceError:
             await self.protocol.handle(Closed())
+
+    async def _send(self, data: bytes) -> None:
+        """As hypercorn's own, but that it does not wait for ever."""
+        async with self.send_lock:
+            try:
+                for start in range(0, len(data), MAX_PIECE_BYTES):
+                    with trio.CancelScope(shield=True), trio.fail_after(self.config.stall_seconds):
+                        await self.stream.send_all(data[start : start + MAX_PIECE_BYTES])
+                return
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass
+            except trio.TooSlowError:
+                await trio.aclose_forcefully(self.stream)
+        await self.protocol.handle(Closed())
 
     async def _read_data(self) -> None:
         await super()._read_data()

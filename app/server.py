@@ -10,13 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
-from hypercorn.config import Config
 from hypercorn.trio import serve as serve_asgi
 
 from app.audit import AuditLog
 from app.callers import Callers
 from app.config import environment, state_dir
-from app.connections import use_connections
+from app.connections import ConnectionConfig, use_connections
 from app.http import Context, create_app
 from app.key_service import KeyService, open_keys
 from app.keys import Keyring
@@ -116,16 +115,21 @@ async def run_http(
     use_connections()
     await serve_asgi(
         app,
-        hypercorn_config(listener),
+        hypercorn_config(listener, stall_seconds=2 * context.settings.server.slow_client_seconds),
         shutdown_trigger=context.lifecycle.stopped.wait,
         task_status=task_status,
     )
     context.lifecycle.finished.set()
 
 
-def hypercorn_config(listener: socket.socket) -> Config:
-    """Hypercorn's settings. The socket is handed over: hypercorn owns a duplicate of it."""
-    config = Config()
+def hypercorn_config(listener: socket.socket, *, stall_seconds: float) -> ConnectionConfig:
+    """Hypercorn's settings. The socket is handed over: hypercorn owns a duplicate of it.
+
+    Args:
+        stall_seconds: longer than a slow reader may keep its seat, so that the seat is what it loses first.
+    """
+    config = ConnectionConfig()
+    config.stall_seconds = stall_seconds
     config.bind = [f"fd://{socket.dup(listener.fileno())}"]
     config.backlog = BACKLOG
     config.graceful_timeout = GRACEFUL_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -192,13 +193,21 @@ async def test_addresses_and_methods_that_do_not_exist() -> None:
             assert "POST" in response.headers["allow"]
 
 
-async def test_a_body_beyond_the_limit_is_413() -> None:
+async def test_a_body_beyond_the_limit_is_413_and_told_what_it_is() -> None:
     async with open_server() as server:
-        response = await server.client.post(
-            CHAT, content=b" " * (5 << 20), headers={"content-type": "application/json"}
-        )
-        assert response.status_code == 413
-        assert "error" in response.json()
+
+        async def post(num_bytes: int) -> tuple[int, str]:
+            answer = await server.client.post(
+                CHAT, content=b" " * num_bytes, headers={"content-type": "application/json"}
+            )
+            return answer.status_code, answer.json()["error"]["message"]
+
+        status, message = await post(5 << 20)
+        assert status == 413
+        told = re.fullmatch(r"The body is larger than ([\d,]+) bytes, the most that this server takes\.", message)
+        assert told, message
+        most = int(told[1].replace(",", ""))
+        assert [(await post(most + more))[0] for more in (0, 1)] == [400, 413]
 
 
 async def test_an_unknown_model_is_404() -> None:

@@ -1,14 +1,16 @@
-"""Hypercorn's connection, mended."""
+"""Hypercorn's connections, mended."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import hypercorn.protocol
 import hypercorn.trio.run
 import trio
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData
+from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.trio.tcp_server import TCPServer
 
 if TYPE_CHECKING:
@@ -88,6 +90,31 @@ class Connection(TCPServer):
             await super()._idle_timeout()
 
 
+class _NoStream:
+    """Takes what is still sent to a stream that was answered."""
+
+    async def handle(self, _event: object) -> None:
+        """Throw it away."""
+
+
+class _Streams(dict[int, Any]):
+    def __missing__(self, _stream_id: int) -> _NoStream:
+        return _NoStream()
+
+
+class Http2(H2Protocol):
+    """HTTP/2 that outlives a refusal.
+
+    To hypercorn's own, the rest of an upload that was answered already is data of a stream that it does not know; at
+    that, it ends the connection, and with it the other streams.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.streams = _Streams()
+
+
 def use_connections() -> None:
     """Have hypercorn make these; it offers no other way to say so."""
     hypercorn.trio.run.TCPServer = Connection  # type: ignore[attr-defined]
+    hypercorn.protocol.H2Protocol = Http2  # type: ignore[attr-defined]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
 from werkzeug.exceptions import HTTPException
 
 from app.api.errors import describe
+from app.call_scope import HANDLES, PERMITS
 from app.request_id import HEADER, choose_request_id
 
 if TYPE_CHECKING:
@@ -20,10 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("relevo.http")
 
-HANDLES: Final = "relevo.handles"
-PERMITS: Final = "relevo.permits"
-BODY_READ: Final = "relevo.body_read"
-# A client that is refused in the middle of its upload reads the refusal only when it has sent everything.
+# For the rest of the body of a request that was refused.
 LINGER_SECONDS: Final = 3.0
 
 
@@ -33,6 +32,10 @@ class Guard:
     *Nothing leaks.* Every generation that a call started is ended when the call is over, and its place among the
     requests of its API key is free again. A client may leave between the answer's headers and its body; then no handler
     and no generator is left to run a `finally`.
+
+    *What is refused is read to its end*, for a moment, and thrown away: a client in the middle of its upload reads the
+    refusal only when it has sent everything, and its next request would follow on the same connection. Where the body
+    does not come to its end, `Connection: close` says that there will be no next one.
 
     *Connections close.* At the end of an answer the server tells the application that the client is gone, which cancels
     the very task that is about to close the connection. The last message is therefore sent under a shield. Without it
@@ -53,14 +56,15 @@ class Guard:
         scope[HANDLES] = handles
         permits: list[Permit] = []
         scope[PERMITS] = permits
-        scope[BODY_READ] = body_read = trio.Event()
-        sender = _Sender(send)
+        body_read = trio.Event()
+        # HTTP/2 ends the one stream, and the connection goes on.
+        sender = _Sender(send, body_read if scope["http_version"].startswith("1") else None)
 
         async def receive_body() -> Any:
             message = await receive()
             if not message.get("more_body", False):
                 body_read.set()
-            return message
+            return {**message, "body": b""} if sender.started and message["type"] == "http.request" else message
 
         failed = False
         try:
@@ -69,7 +73,10 @@ class Guard:
             failed = True
             if sender.started:
                 raise
-            await _send_error(sender, error)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_read_on, receive_body, body_read)
+                await _send_error(sender, error)
+                nursery.cancel_scope.cancel()
         finally:
             # What is open behind a whole answer was given up by it: it tells of an error.
             cause = "error" if failed or sender.ended else "client"
@@ -79,25 +86,41 @@ class Guard:
                 permit.close(trio.current_time())
 
 
-async def linger(scope: Any) -> None:
-    """Let a client finish the upload that is being thrown away, for a moment."""
-    with trio.move_on_after(LINGER_SECONDS):
-        await scope[BODY_READ].wait()
-
-
 class _Sender:
-    """Passes messages on, the last one under a shield."""
+    """Passes messages on, the first one when the request's body was read, the last one under a shield.
 
-    def __init__(self, send: Callable[[Any], Awaitable[None]]) -> None:
+    Args:
+        body_read: set when it was; `None` where nothing has to wait for that.
+    """
+
+    def __init__(self, send: Callable[[Any], Awaitable[None]], body_read: trio.Event | None) -> None:
         self._send = send
+        self._body_read = body_read
         self.started = False
         self.ended = False
 
     async def __call__(self, message: Any) -> None:
         self.started = True
+        if message["type"] == "http.response.start" and not await self._has_read(message["status"]):
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
         with trio.CancelScope(shield=self.ended):
             await self._send(message)
+
+    async def _has_read(self, status: int) -> bool:
+        """Whether the connection can go on behind this answer."""
+        if self._body_read is None:
+            return True
+        if status != HTTPStatus.REQUEST_TIMEOUT:  # which has waited for it long enough
+            with trio.move_on_after(LINGER_SECONDS):
+                await self._body_read.wait()
+        return self._body_read.is_set()
+
+
+async def _read_on(receive: Callable[[], Awaitable[Any]], over: trio.Event) -> None:
+    """What the application does while it lives."""
+    while not over.is_set():
+        await receive()
 
 
 async def _send_error(send: _Sender, error: Exception) -> None:
@@ -107,6 +130,11 @@ async def _send_error(send: _Sender, error: Exception) -> None:
     if not isinstance(cause, HTTPException):
         log.error("a request failed outside its handler", exc_info=error)
     answer = describe(cause if isinstance(cause, Exception) else error)
-    headers = [(b"content-type", b"application/json"), (HEADER.lower().encode(), choose_request_id(None).encode())]
+    body = json.dumps(answer.body).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (HEADER.lower().encode(), choose_request_id(None).encode()),
+    ]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(answer.body).encode(), "more_body": False})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -21,9 +21,10 @@ from app.api.anthropic import MESSAGES_URL
 from app.api.anthropic_answer import error_response
 from app.api.errors import ApiError, describe
 from app.assets import templates_dir
+from app.call_scope import HANDLES, PERMITS
 from app.cors import Cors
 from app.docs import docs_blueprint
-from app.guard import HANDLES, PERMITS, Guard, linger
+from app.guard import Guard
 from app.limits import UNAVAILABLE, RateLimitError
 from app.login import login_blueprint
 from app.metrics import metrics_blueprint
@@ -188,8 +189,6 @@ def _install_errors(app: QuartTrio, pages: Environment) -> None:
         known = describe(error)
         if known.status == 500 and not isinstance(error, (RelevoError, HTTPException)):
             log.error("%s %s failed, request %s", request.method, request.path, g.get("request_id"), exc_info=error)
-        if known.status == 413:
-            await linger(request.scope)
         if known.status == UNAVAILABLE:
             for permit in request.scope[PERMITS]:  # type: ignore[typeddict-item]
                 permit.give_back(trio.current_time())

@@ -15,7 +15,7 @@ from app.api.aside import dump_in_pieces, run_aside
 from app.api.errors import ApiError, describe
 from app.api.gathering import TOKEN_SIZE, Choices, Gathering, Whole, size_of, submit_choices
 from app.api.requests import read_json
-from app.guard import HANDLES
+from app.call_scope import HANDLES
 from engine.errors import DrainingError, EngineError, InvalidRequestError, QueueFullError
 from engine.sequence import FinishReason
 

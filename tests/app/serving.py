@@ -122,9 +122,9 @@ class Driver:
         with self._send:
             await self._app(self.scope, self._receive.receive, self._send.send)
 
-    def send_rest(self) -> None:
+    def send_rest(self, body: bytes = b"") -> None:
         """The end of a body of which more was announced."""
-        self._to_app.send_nowait({"type": "http.request", "body": b"", "more_body": False})
+        self._to_app.send_nowait({"type": "http.request", "body": body, "more_body": False})
 
     def leave(self) -> None:
         """The client goes away."""

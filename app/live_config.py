@@ -11,6 +11,7 @@ import trio
 
 from app.api.errors import ApiError
 from app.audit import AuditEntry, AuditLog, timestamp
+from app.config import keys
 from engine.batching import POLICIES
 from engine.config import live_range
 from engine.policy import ADMISSIONS
@@ -32,6 +33,10 @@ KEYS: Final = (
     "dynamic_preferred_size",
     "dynamic_max_queue_delay_seconds",
 )
+# The words for 0, which files and flags take for these settings.
+ABSENT: Final = {
+    key.name: key.absent for key in keys() if key.section == "scheduler" and key.name in KEYS and key.absent
+}
 MAX_REASON_LENGTH: Final = 500
 MAX_TTL_SECONDS: Final = 7 * 86_400.0
 # A step boundary comes after milliseconds. When none comes for so long, the engine hangs.
@@ -200,10 +205,14 @@ def _check_value(name: str, value: object, capacity: Limits) -> Value:
             raise OutOfRangeError(name, f"must be one of {', '.join(CHOICES[name])}.")
         return value
     least, most = live_range(name, capacity)
+    word = ABSENT.get(name)
+    if word is not None and value == word:
+        return 0
     kinds, words = ((int, float), "number") if name.endswith("_seconds") else ((int,), "whole number")
     # `isinstance` alone would take true and false, which count as whole numbers.
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        raise OutOfRangeError(name, f"must be a {words} from {least} to {most:g}.", (least, most))
+        or_else = f', or "{word}", which is 0' if word else ""
+        raise OutOfRangeError(name, f"must be a {words} from {least} to {most:g}{or_else}.", (least, most))
     return float(value) if name.endswith("_seconds") else value
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from quart import Blueprint, Response, jsonify, request
 
 from app.assets import static_dir
+from app.live_config import ABSENT
 from app.render import words
 from app.render.templates import make_environment
 
@@ -101,7 +102,7 @@ def admin_variables(config: Mapping[str, Any], entries: Sequence[AuditEntry]) ->
         "draining": config["pending_drain"].get("max_num_seqs", 0),
         "switching": config["pending_drain"].get("policy", 0),
         "reverts": [
-            {"title": words.word(words.SETTINGS, key), "to": revert["to"], "at": _clock(revert["at"])}
+            {"title": words.word(words.SETTINGS, key), "to": _shown(key, revert["to"]), "at": _clock(revert["at"])}
             for key, revert in config["reverts"].items()
         ],
         "fields": [_field(key, effective[key], config) for key in effective],
@@ -117,6 +118,7 @@ def _field(key: str, value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "key": key,
         "title": words.word(words.SETTINGS, key),
         "value": value,
+        "shown": _shown(key, value),
         "choices": [(choice, words.word({}, choice)) for choice in choices],
         "least": least,
         "most": int(most),
@@ -140,7 +142,7 @@ def list_history(effective: Mapping[str, Any], generation: int, entries: Sequenc
             "reason": entry.reason,
             "expires": _clock(entry.expires) if entry.expires else None,
             "changes": [
-                {"title": words.word(words.SETTINGS, key), "old": old, "new": new}
+                {"title": words.word(words.SETTINGS, key), "old": _shown(key, old), "new": _shown(key, new)}
                 for key, (old, new) in entry.changes.items()
             ],
             "values_json": json.dumps(values),
@@ -154,10 +156,18 @@ def list_history(effective: Mapping[str, Any], generation: int, entries: Sequenc
         "who": "at the start",
         "reason": None,
         "expires": None,
-        "changes": [{"title": words.word(words.SETTINGS, k), "old": None, "new": v} for k, v in values.items()],
+        "changes": [
+            {"title": words.word(words.SETTINGS, key), "old": None, "new": _shown(key, value)}
+            for key, value in values.items()
+        ],
         "values_json": json.dumps(values),
     })  # fmt: skip
     return rows
+
+
+def _shown(key: str, value: Any) -> Any:
+    """A setting's value, or the word for it."""
+    return ABSENT.get(key, value) if value == 0 else value
 
 
 def _clock(iso: str) -> str:

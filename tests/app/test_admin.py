@@ -100,6 +100,9 @@ async def test_the_answer_and_the_history() -> None:
         ({"dynamic_max_queue_delay_seconds": -0.1}, "dynamic_max_queue_delay_seconds"),
         ({"dynamic_max_queue_delay_seconds": "soon"}, "dynamic_max_queue_delay_seconds"),
         ({"dynamic_max_queue_delay_seconds": True}, "dynamic_max_queue_delay_seconds"),
+        ({"max_num_seqs": "auto"}, "max_num_seqs"),
+        ({"dynamic_preferred_size": "none"}, "dynamic_preferred_size"),
+        ({"long_prefill_token_threshold": "auto"}, "long_prefill_token_threshold"),
         ({"long_prefill_token_threshold": 257}, "long_prefill_token_threshold"),
         ({"max_num_seqs": 8, "reason": 5}, "reason"),
         ({"max_num_seqs": 8, "reason": "x" * 501}, "reason"),
@@ -116,6 +119,15 @@ async def test_nonsense_is_422_and_changes_nothing(body: dict[str, Any], param: 
         now = (await server.client.get("/admin/config")).json()
         assert (now["generation"], now["effective"]["max_num_seqs"]) == (0, 4)
         assert (await server.client.get("/admin/audit")).json() == []
+
+
+async def test_a_refusal_names_the_word_for_0() -> None:
+    async with open_server() as server:
+        response = await server.client.patch("/admin/config", json={"long_prefill_token_threshold": 257})
+        message = response.json()["error"]["message"]
+        assert message == (
+            "'long_prefill_token_threshold' must be a whole number from 0 to 256, or \"none\", which is 0."
+        )
 
 
 async def test_what_is_no_json_object_is_400() -> None:

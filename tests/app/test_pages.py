@@ -150,6 +150,21 @@ async def test_the_tuning_page_shows_the_history() -> None:
         assert "&#34;max_num_seqs&#34;: 4" in values[1][1]
 
 
+async def test_the_tuning_page_shows_words_where_0_stands_for_them() -> None:
+    async with open_server() as server:
+        body = {"long_prefill_token_threshold": 16, "dynamic_preferred_size": 2, "ttl_seconds": 600}
+        assert (await server.client.patch("/admin/config", json=body)).status_code == 200
+        page = await fetch(server, "/admin")
+        assert "Chunk limit goes back by itself to none on" in page
+        assert re.search(r'Dynamic batch size auto <span aria-label="to">→</span> <b>2</b>', page)
+        body = {"long_prefill_token_threshold": "none", "dynamic_preferred_size": "auto"}
+        assert (await server.client.patch("/admin/config", json=body)).status_code == 200
+        page = await fetch(server, "/admin")
+        assert re.search(r'data-value="long_prefill_token_threshold" data-raw="0">none<', page)
+        assert re.search(r'data-value="dynamic_preferred_size" data-raw="0">auto<', page)
+        assert re.search(r'data-value="dynamic_max_queue_delay_seconds"[^>]*>0.1<', page)
+
+
 def test_the_values_of_each_generation_are_worked_out_backwards() -> None:
     log = AuditLog()
     time = "2026-01-31T12:00:00.000Z"

@@ -133,10 +133,6 @@ class Handle:
         """Whether it was taken in or refused, or its caller has left."""
         return self._decided.is_set()
 
-    async def decided(self) -> None:
-        """Wait until it is."""
-        await self._decided.wait()
-
     async def take(self) -> Delta:
         """The next piece of the answer; a cancelled wait loses nothing. Nothing comes after a finish reason.
 

@@ -116,7 +116,7 @@ class Ingress:
                 # Whoever leaves keeps no place in the queue until its grammar has been tried.
                 handle.watch(scope.cancel)
                 if handle.after is not None:
-                    await handle.after.decided()
+                    await handle.after.accepted()  # what is wrong with one answer is wrong with all to its prompt
                 if handle.abort_cause is None:
                     token_ids = await self._tokenize(handle)
                     self._check(handle, token_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -13,7 +13,7 @@ from engine.handle import GenerationRequest, TextPrompt
 from engine.ingress import LONG_TEXT
 from engine.sequence import FinishReason, SamplingParams
 from tests.engine.simulate import Simulation
-from tests.fakes import FakeRunner, expected_output, fake_config, open_fake_engine, read_deltas
+from tests.fakes import FakeRunner, FakeTokenizer, expected_output, fake_config, open_fake_engine, read_deltas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -188,6 +188,22 @@ async def test_a_long_text_is_tokenized_once() -> None:
             assert await handle.accepted() == LONG_TEXT + 1
             handle.abort("client")
         assert calls == [LONG_TEXT + 1]
+
+
+async def test_a_long_text_that_is_refused_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    encode = FakeTokenizer.encode
+
+    def watched(self: FakeTokenizer, text: str, **flags: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, **flags)
+
+    monkeypatch.setattr(FakeTokenizer, "encode", watched)
+    async with open_fake_engine(num_blocks=600, max_model_len=4096) as engine:
+        for handle in submit_choices(engine, 8, "x" * 20_000):
+            with pytest.raises(ContextLengthError):
+                await handle.accepted()
+    assert lengths.count(20_000) == 1
 
 
 @pytest.mark.parametrize("policy", ["continuous", "static", "dynamic"])

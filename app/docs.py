@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 from quart import Blueprint, Response
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Docs:
-    """Both forms, made when somebody asks for the first time; they do not change while the server runs."""
+    """Both forms, worked out when somebody asks for the first time; they do not change while the server runs."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -29,10 +29,13 @@ class Docs:
         return json.dumps(make_document())
 
     @cached_property
-    def page(self) -> str:
-        """For people."""
+    def _variables(self) -> dict[str, Any]:
+        return docs_variables(make_document())
+
+    def page(self, state: str) -> str:
+        """For people, below the server's state, which does change."""
         template = make_environment().get_template("docs.html")
-        return template.render(page="api", model=self._model, **docs_variables(make_document()))
+        return template.render(page="api", model=self._model, state_html=state, **self._variables)
 
 
 def docs_blueprint(context: Context) -> Blueprint:
@@ -47,7 +50,8 @@ def docs_blueprint(context: Context) -> Blueprint:
 
     @docs.get("/docs")
     async def show() -> Response:
-        html = await trio.to_thread.run_sync(lambda: made.page)
+        state = context.telemetry.draw_part("state")
+        html = await trio.to_thread.run_sync(made.page, state)
         return Response(html, content_type="text/html; charset=utf-8", headers={"Cache-Control": "no-store"})
 
     return docs

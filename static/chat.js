@@ -20,14 +20,38 @@
     return made;
   }
 
+  // Fences of three or more, closed by the same or by the end of what has come so far: a block of code of its own.
+  const FENCED = /^ {0,3}(`{3,}|~{3,})([^`\n]*)(?:\n|(?![^]))([^]*?)(?:^ {0,3}\1[`~]*[ \t]*(?:\n\n?|(?![^]))|(?![^]))/gm;
+
+  function show(body, text) {
+    body.replaceChildren();
+    let end = 0;
+    for (const { 0: whole, 2: language, 3: code, index } of text.matchAll(FENCED)) {
+      body.append(text.slice(end, index).replace(/\n\n?$/, ""));
+      const block = element("pre", "");
+      block.tabIndex = 0;   // wide code is scrolled by keyboard too
+      block.dataset.language = language.trim();
+      block.append(element("code", "", code.replace(/\n$/, "")));
+      body.append(block);
+      end = index + whole.length;
+    }
+    body.append(text.slice(end));
+  }
+
   function addTurn(role, text) {
     $("welcome").hidden = true;
     const item = element("li", role);
     item.append(element("span", "unseen", role === "user" ? "You:" : "Model:"));
-    const body = element("div", "text", text);
+    const body = element("div", "text");
+    if (text) show(body, text);
     item.append(body);
     log.append(item);
     return { item, body };
+  }
+
+  // The line at the top asks the server anew.
+  function tellState() {
+    document.body.dispatchEvent(new Event("chat-changed"));
   }
 
   // Follows the answer down, unless the reader has scrolled up to read something again.
@@ -135,7 +159,7 @@
       if (got.thinking) think(view, got.thinking);
       if (got.text) {
         if (view.thinking && !view.body.textContent) view.thinking.open = false;
-        view.body.textContent = got.text;
+        show(view.body, got.text);
       }
       if (follow) toBottom();
     };
@@ -152,6 +176,7 @@
         got.last = performance.now();
         if (got.first === null) {
           got.first = got.last;
+          tellState();
           facts(view, [`${seconds(got.first - begun)} to first token`]);
         }
         got.text += content ?? "";
@@ -229,6 +254,7 @@
       view.item.classList.remove("writing");
       view.item.removeAttribute("aria-busy");
       if (running === control) { running = null; setRunning(false); }
+      tellState();
       if (nearBottom()) toBottom();
     }
   }

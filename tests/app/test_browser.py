@@ -252,6 +252,39 @@ def test_thinking_is_shown_apart_and_folded_away(page: Page, base: str) -> None:
     page.unroute("**/v1/chat/completions")
 
 
+def test_fenced_code_is_a_block_and_stays_text(page: Page, base: str) -> None:
+    page.goto(base)
+    code = "<b>x</b> = `1`\n\n    ```\n"
+    answer = f"Look:\n```python\n{code}```\nand\n\n~~~~\n```\n~~~\n~~~~\n`a` ```b``` end\n```js\nnot yet"
+    chunks: list[Any] = [{"choices": [{"delta": {"content": piece}, "finish_reason": None}]} for piece in answer]
+    chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=events))
+    asked = "```\n<i>mine</i>\n```"
+    shown = ask(page, asked, 5).locator(".text")
+    until(page, "document.querySelector('#log .assistant .text').textContent.endsWith('not yet')")
+    assert shown.locator("pre code").all_text_contents() == [code.removesuffix("\n"), "```\n~~~", "not yet"]
+    languages = shown.locator("pre").evaluate_all("blocks => blocks.map(block => block.dataset.language)")
+    assert languages == ["python", "", "js"]
+    blocks = shown.evaluate("e => [...e.childNodes].filter(n => n.nodeType === 3).map(n => n.data).filter(Boolean)")
+    assert blocks == ["Look:", "and", "`a` ```b``` end"]
+    assert page.locator("#log .user pre code").text_content() == "<i>mine</i>"
+    assert page.locator("#log :is(b, i)").count() == 0
+    for width in (1280, 360):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.unroute("**/v1/chat/completions")
+
+
+def test_the_chat_page_counts_its_own_answer(page: Page, base: str) -> None:
+    page.goto(base)
+    assert "0 requests running" in page.locator("#state").inner_text()
+    ask(page, "a long one", 400)
+    until(page, "document.querySelector('#state').textContent.includes('1 request running')", 6)
+    page.click("#stop")
+    until(page, "document.querySelector('#state').textContent.includes('0 requests running')", 6)
+
+
 def test_settings_are_kept(page: Page, base: str) -> None:
     page.goto(base)
     page.fill("#system", "Be brief.")

@@ -103,6 +103,18 @@ async def test_a_running_request_is_on_the_dashboard_and_hostile_ids_are_text() 
         nursery.cancel_scope.cancel()
 
 
+async def test_the_docs_page_has_the_state_of_this_moment() -> None:
+    async with open_server(step_seconds=0.02) as server, trio.open_nursery() as nursery:
+        assert re.search(r'id="state".*ready.* 0 requests running', await fetch(server, "/docs"), re.DOTALL)
+        nursery.start_soon(lambda: server.client.post("/v1/chat/completions", json=chat_body(max_tokens=200)))
+        with trio.fail_after(5):
+            while not server.engine.num_running:
+                await trio.sleep(0.01)
+        server.context.telemetry.tick(trio.current_time())
+        assert "1 request running" in await fetch(server, "/docs")
+        nursery.cancel_scope.cancel()
+
+
 async def test_the_stream_sends_named_parts_and_says_goodbye() -> None:
     async with open_server() as server, trio.open_nursery() as nursery:
         nursery.start_soon(server.context.telemetry.run)
@@ -152,7 +164,7 @@ async def test_the_tuning_page_shows_the_history() -> None:
 
 async def test_the_tuning_page_shows_words_where_0_stands_for_them() -> None:
     async with open_server() as server:
-        body = {"long_prefill_token_threshold": 16, "dynamic_preferred_size": 2, "ttl_seconds": 600}
+        body: dict[str, Any] = {"long_prefill_token_threshold": 16, "dynamic_preferred_size": 2, "ttl_seconds": 600}
         assert (await server.client.patch("/admin/config", json=body)).status_code == 200
         page = await fetch(server, "/admin")
         assert "Chunk limit goes back by itself to none on" in page

@@ -115,7 +115,8 @@ class Extras:
         if allowed.any():
             return False
         if not len(stops):
-            raise ConstraintError("No token of the vocabulary may follow under the constraint of this request.")
+            message = "No token of the vocabulary may follow under the constraint of this request."
+            raise ConstraintError(message, own_fault=True)
         if early and not np.isin(stops, self._end_ids).all():
             logits[torch.from_numpy(self._end_ids)] = -math.inf  # behind the caller's own the answer goes on
         return True
@@ -163,7 +164,7 @@ def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], se
             if extra.adjust(logits[row], rows.stop_ids[seat], early=bool(positions[row] < stops_from[seat])):
                 exempt.append(seat)
         except ConstraintError as error:
-            failures[row] = str(error)
+            failures[row] = error.cause
     rows.stops_from[exempt] = 0  # for this draw alone
     token_ids = sample(logits, rows, seats, positions)
     rows.stops_from[:] = stops_from
@@ -178,7 +179,7 @@ def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], se
             if own is not None and extra.num_logprobs is not None:
                 logprobs[row] = own.tell(row, token_id, extra.num_logprobs)
         except ConstraintError as error:
-            failures[row] = str(error)
+            failures[row] = error.cause
     return Drawn(token_ids, logprobs, forced, failures)
 
 

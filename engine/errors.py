@@ -118,4 +118,23 @@ class EngineError(RelevoError):
 
 
 class ConstraintError(EngineError):
-    """One answer cannot be continued under its constraint."""
+    """One answer cannot be continued under its constraint.
+
+    Args:
+        own_fault: the constraint itself cannot be followed, however often it is tried.
+    """
+
+    def __init__(self, message: str, *, own_fault: bool = False) -> None:
+        super().__init__(message)
+        self.own_fault = own_fault
+
+    @property
+    def cause(self) -> str:
+        """For the answer's ending."""
+        return OwnFault(self) if self.own_fault else str(self)
+
+
+class OwnFault(str):
+    """Why an answer did not reach its end, where that lies in its request."""
+
+    __slots__ = ()

@@ -249,7 +249,7 @@ class FakeRunner:
                 token_id = self._draw(row, known)
                 following = row.take(token_id)
             except ConstraintError as error:
-                failures[index] = str(error)
+                failures[index] = error.cause
                 continue
             token_ids[index] = token_id
             if following:
@@ -284,7 +284,7 @@ class FakeRunner:
         token_id = EOS if ends else next_token(known) if answer is None or count >= len(answer) else answer[count]
         allowed = row.allowed()
         if allowed == []:
-            raise ConstraintError("no token may follow")
+            raise ConstraintError("no token may follow", own_fault=True)
         return token_id if allowed is None or token_id in allowed else allowed[token_id % len(allowed)]
 
 

@@ -16,7 +16,7 @@ from app.api.errors import ApiError, describe
 from app.api.gathering import TOKEN_SIZE, Choices, Gathering, Whole, size_of, submit_choices
 from app.api.requests import read_json
 from app.call_scope import HANDLES
-from engine.errors import DrainingError, EngineError, InvalidRequestError, QueueFullError
+from engine.errors import DrainingError, EngineError, InvalidRequestError, OwnFault, QueueFullError
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
@@ -176,4 +176,6 @@ def ending_error(reason: FinishReason | None, cause: str | None) -> Exception:
                 return DrainingError()
             case _:
                 return ApiError(500, f"The request was ended ({cause}).", code="aborted")
+    if isinstance(cause, OwnFault):
+        return InvalidRequestError(cause)
     return EngineError(cause or "The request could not be finished.")

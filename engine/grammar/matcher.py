@@ -32,6 +32,8 @@ MAX_FORCED: Final = 1024
 MAX_SLOW: Final = 3
 # How the library names keywords of a schema that it knows and does not follow.
 NOT_ENFORCED: Final = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
+# How it says that a token may not come; what else goes wrong with one lies in the grammar.
+FORBIDDEN: Final = "doesn't satisfy the grammar"
 SLOW_ANSWER: Final = "The grammar of this answer took too long to follow; simplify it, or try again."
 TOO_SLOW: Final = "The grammar of this request takes too long to follow; simplify it."
 
@@ -180,6 +182,8 @@ class GrammarState:
         ends = [index for index, token_id in enumerate(token_ids) if token_id in self._grammar.stop_token_ids]
         text = token_ids[: ends[0]] if ends else token_ids
         if text and not self._timed(self._matcher.consume_tokens, list(text)):
+            if FORBIDDEN not in self._matcher.get_error():
+                self._check()
             raise ConstraintError(f"The grammar does not allow what was generated: {first_line(self._matcher)}")
         if ends and not self._has_ended:
             self._end()
@@ -190,7 +194,8 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ConstraintError(f"The grammar cannot be followed any further: {first_line(self._matcher)}")
+            message = f"The grammar cannot be followed any further: {first_line(self._matcher)}"
+            raise ConstraintError(message, own_fault=True)
 
     def _timed(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the library; its time is that of the processor, so that a busy machine is nobody's fault."""
@@ -230,6 +235,8 @@ def shorten(error: str) -> str:
         return "nothing satisfies it"
     if error.startswith("oneOf constraints"):
         return "more than one branch of a 'oneOf' may hold at once; use 'anyOf'"
+    if "Too many items" in error:
+        return "too much follows from it; see that it comes to an end, or simplify it"
     error = NOT_ENFORCED.sub(r"what \1 says cannot be enforced here; leave that out", error)
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()]
     causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

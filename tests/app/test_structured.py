@@ -186,3 +186,16 @@ async def test_a_demanded_call_and_a_form_of_the_answer_do_not_go_together() -> 
         answer = await server.client.post(CHAT, json=body)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "a" root', 'start: /[a-c]/ x\nx: "ab" x'])
+async def test_a_grammar_that_never_ends_is_the_requests_fault(grammar: str) -> None:
+    """A client would try a 500 again, and for ever."""
+    async with open_server() as server:
+        answer = await server.client.post(CHAT, json=chat_body(max_tokens=3, guided_grammar=grammar))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["message"].endswith("see that it comes to an end, or simplify it")
+        streamed = await server.client.post(CHAT, json=chat_body(max_tokens=3, guided_grammar=grammar, stream=True))
+        assert events(streamed.text)[-1]["error"] == error
+        await server.settle()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine import drawing
 from engine.drawing import Drawn, Extras, draw
-from engine.errors import ConstraintError
+from engine.errors import ConstraintError, OwnFault
 from engine.sampler import SamplingRows, sample
 from engine.sequence import SamplingParams
 from tests.fakes import EOS, VOCAB_SIZE, OneOf
@@ -266,6 +266,7 @@ def test_a_constraint_that_fails_ends_its_own_row_alone(at: str) -> None:
     drawn, _ = draw_rows(logits, [replace(GREEDY, constraint=Broken(at)), GREEDY])
     assert list(drawn.failures) == [0]
     assert ("No token" if at == "empty" else f"broken at {at}") in drawn.failures[0]
+    assert isinstance(drawn.failures[0], OwnFault) == (at == "empty")
     assert drawn.token_ids[1] == int(logits[1].argmax())
 
 

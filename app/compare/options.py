@@ -46,7 +46,7 @@ class Options:
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a result file that could not be written, before minutes are spent on it.
+    """Refuse a result file that could not be written, before minutes are spent on it. None is left behind.
 
     Raises:
         ConfigError: it cannot.
@@ -54,6 +54,11 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     try:
-        path.open("a", encoding="utf-8").close()
+        try:
+            path.open("xb").close()
+        except FileExistsError:
+            path.open("ab").close()
+        else:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None

@@ -173,5 +173,17 @@ def _what_was_chosen(choice: Choice, warm: float, options: Options) -> str:
     return (
         f"After a warm-up of {numbers.duration(warm)}: {numbers.plural(len(workload.items), 'request')} a run, lengths "
         f"divided by {workload.factor:g}, {rounds}{'' if options.repeats else ' or more'} through four policies; "
-        f"about {numbers.duration(max(1.0, choice.seconds))}."
+        f"about {numbers.duration(max(1.0, choice.seconds))}{_why_so_long(choice, warm, options)}."
     )
+
+
+def _why_so_long(choice: Choice, warm: float, options: Options) -> str:
+    """What keeps it from ending in the time that it was given, where something does."""
+    if warm + choice.seconds <= options.duration:
+        return ""
+    asked = {"--requests": options.requests, "--repeats": options.repeats, "--factor": options.factor}
+    given = [f"{flag} {value:g}" for flag, value in asked.items() if value is not None]
+    why = f"{' and '.join(given)} {'goes' if len(given) == 1 else 'go'} before it"
+    if not given:
+        why = "the least that tells anything takes so long"
+    return f", and not the {options.duration:g} s of --duration: {why}"

@@ -209,6 +209,25 @@ async def test_in_an_open_loop_latency_counts_from_when_a_request_was_due(autoju
     assert run.seconds == pytest.approx(0.55)
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"requests": 12, "factor": 20.0, "repeats": 1}, None),
+        ({"requests": 12, "repeats": 1, "duration": 0.5}, "--requests 12 and --repeats 1 go before it"),
+        ({"requests": 12, "duration": 0.5}, "--requests 12 goes before it"),
+        ({"duration": 0.5}, "the least that tells anything takes so long"),
+    ],
+)
+async def test_it_is_said_what_takes_longer_than_it_should(
+    autojump_clock: MockClock, asked: dict[str, Any], why: str | None
+) -> None:
+    _, _, said = await compared(**asked)
+    if why:
+        assert said[0].endswith(f", and not the 0.5 s of --duration: {why}.")
+    else:
+        assert "--duration" not in said[0]
+
+
 async def test_a_rate_is_kept_and_said(autojump_clock: MockClock) -> None:
     result, _, _ = await compared(requests=12, factor=64.0, repeats=1, rate=2.0)
     assert result["workload"]["arrivals"] == "open loop"

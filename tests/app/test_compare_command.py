@@ -93,13 +93,19 @@ def test_a_file_that_is_no_cost_model_is_refused(run: Any, tmp_path: Path) -> No
     assert "cost model" in err
 
 
-def test_an_interruption_is_told_by_the_exit_code(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_is_told_by_the_exit_code_and_leaves_no_file(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_args: object, **_kwargs: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("app.compare.simulated.compare_simulated", interrupt)
-    code, _, err = run(*SIMULATE)
+    fresh, known = tmp_path / "figures.json", tmp_path / "page.html"
+    known.write_text("from before")
+    code, _, err = run(*SIMULATE, "--json", fresh, "--html", known)
     assert (code, err) == (130, "")
+    assert not fresh.exists()
+    assert known.read_text() == "from before"
 
 
 @pytest.mark.parametrize("rate", [(), ("--rate", "3")])

@@ -169,7 +169,7 @@ def _block_text(block: object, where: str) -> str:
 def _unsupported(block: object, where: str, known: str) -> InvalidRequestError:
     kind = block.get("type") if isinstance(block, dict) else None
     shown = kind[:64] if isinstance(kind, str) else None
-    message = f"'{where}' is a block of type {shown!r} or misses something; only {known} are supported here."
+    message = f"'{where}' is a block of type {shown!r} or misses something; these are supported here: {known}."
     return InvalidRequestError(message, param=where, code="unsupported_content")
 
 

@@ -51,6 +51,13 @@ _PHRASES: Final = {
     "in the assistant's message before": "right before",
 }
 
+# What an item of a type must have, as text.
+_NEEDED: Final = {
+    "message": ("role",),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id",),
+}
+
 
 class ResponsesBody(Body):
     """Body of `POST /v1/responses`."""
@@ -188,8 +195,8 @@ def _item(item: object, where: str) -> dict[str, Any]:
         case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
             call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
-        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
-            return {"role": "tool", "tool_call_id": call_id, "content": _text(output, f"{where}.output")}
+        case {"type": "function_call_output", "call_id": str(call_id), **rest}:
+            return {"role": "tool", "tool_call_id": call_id, "content": _text(rest.get("output"), f"{where}.output")}
         case dict() if item.get("type") == "reasoning":
             thought = item.get("content") or item.get("summary") or ""
             return {"role": "assistant", "content": "", "reasoning_content": _text(thought, f"{where}.content")}
@@ -198,13 +205,22 @@ def _item(item: object, where: str) -> dict[str, Any]:
                 message = f"'{where}.role' must be one of user, assistant, system, developer."
                 raise InvalidRequestError(message, param=f"{where}.role")
             return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
-    kind = item.get("type") if isinstance(item, dict) else None
-    shown = kind[:64] if isinstance(kind, str) else None
-    message = (
-        f"'{where}' is an item of type {shown!r} or misses something; "
-        "message, reasoning, function_call and function_call_output are supported here."
-    )
-    raise InvalidRequestError(message, param=where, code="unsupported_content")
+    raise _not_an_item(item, where)
+
+
+def _not_an_item(item: object, where: str) -> InvalidRequestError:
+    """What is wrong with an item that was not understood."""
+    if not isinstance(item, dict):
+        return InvalidRequestError(f"'{where}' must be an object: a message or another item.", param=where)
+    kind = item.get("type", "message")
+    for name in _NEEDED.get(kind, ()) if isinstance(kind, str) else ():
+        if not isinstance(item.get(name), str):
+            param = f"{where}.{name}"
+            said = "is missing" if item.get(name) is None else "must be a string"
+            return InvalidRequestError(f"'{param}' {said}; an item of type {kind!r} needs one.", param=param)
+    said = f"is {kind[:64]!r}" if isinstance(kind, str) else "is no text"
+    message = f"'{where}.type' {said}; message, reasoning, function_call and function_call_output are supported here."
+    return InvalidRequestError(message, param=f"{where}.type", code="unsupported_content")
 
 
 def _text(value: object, where: str) -> str:
@@ -228,10 +244,18 @@ def _tools(value: object) -> object:
     """OpenAI's newer definitions as the older ones; what is wrong inside is found by the chat's own check."""
     if not isinstance(value, list):
         return value
-    return [_tool(entry) if isinstance(entry, dict) and entry.get("type") == "function" else entry for entry in value]
+    return [_tool(entry, f"tools[{index}]") for index, entry in enumerate(value)]
 
 
-def _tool(entry: dict[str, Any]) -> dict[str, Any]:
+def _tool(entry: object, where: str) -> object:
+    if not isinstance(entry, dict) or entry.get("type") != "function":
+        return entry
+    if "name" not in entry and isinstance(entry.get("function"), dict):
+        message = (
+            f"'{where}.name' is missing: here 'name', 'description' and 'parameters' stand beside 'type', not inside "
+            "'function' as in a chat's tools."
+        )
+        raise InvalidRequestError(message, param=f"{where}.name")
     function = {name: entry.get(name) for name in ("name", "description", "parameters")}
     return {"type": "function", "function": function}
 

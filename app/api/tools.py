@@ -104,11 +104,13 @@ def _parse_tools(value: object) -> list[Tool]:
 
 
 def _parse_tool(value: object, where: str) -> Tool:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or kind != "function":
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"'{where}' must be an object of type 'function'.", param=where)
+    kind = value.get("type")
+    if kind != "function":
         param = f"{where}.type"
-        shown = kind if isinstance(kind, str) else type(value).__name__
-        message = f"'{param}' is {shown[:64]!r}; only functions are supported here."
+        said = f"is {kind[:64]!r}" if isinstance(kind, str) else "is missing" if kind is None else "is no text"
+        message = f"'{param}' {said}; only tools of type 'function' are supported here."
         raise InvalidRequestError(message, param=param, code="unsupported_parameter")
     function = value.get("function")
     where = f"{where}.function"

@@ -198,8 +198,13 @@ async def test_an_effort_switches_thinking() -> None:
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ({"input": [{"type": "function_call", "name": "a"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": 5}]}, "input[0].type"),
+        ({"input": [{}]}, "input[0].role"),
+        ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
+        ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"store": True}, "store"),
@@ -240,6 +245,23 @@ async def test_bad_requests_are_named(fields: dict[str, Any], param: str) -> Non
     assert error["param"] == param
     for theirs in ("messages", "response_format", ".function", "tool_calls", "reasoning_effort"):
         assert theirs not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "'name', 'description' and 'parameters' stand"),
+        ({"tools": [5]}, "'tools[0]' must be an object"),
+        ({"tools": [{}]}, "'tools[0].type' is missing"),
+        ({"input": [5]}, "'input[0]' must be an object"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "'input[0].name' is missing"),
+        ({"input": [{"type": "function_call", "call_id": 5}]}, "'input[0].call_id' must be a string"),
+        ({"input": [{"type": "picture"}]}, "'input[0].type' is 'picture'"),
+    ],
+)
+async def test_what_is_wrong_with_it_is_said(fields: dict[str, Any], said: str) -> None:
+    async with open_server() as server:
+        assert said in (await server.client.post(RESPONSES, json=body(**fields))).json()["error"]["message"]
 
 
 async def test_values_that_ask_for_nothing_are_accepted() -> None:

@@ -293,7 +293,9 @@ def nested(depth: int) -> dict[str, Any]:
     ("tools", "choice", "param"),
     [
         ("x", None, "tools"),
-        ([3], None, "tools[0].type"),
+        ([3], None, "tools[0]"),
+        ([{}], None, "tools[0].type"),
+        ([{"type": 5}], None, "tools[0].type"),
         ([{"type": "web_search"}], None, "tools[0].type"),
         ([{"type": "function", "function": 3}], None, "tools[0].function"),
         ([tool("a b")], None, "tools[0].function.name"),

@@ -27,6 +27,8 @@ def parse_messages(value: object, capacity: int) -> tuple[dict[str, Any], ...]:
         InvalidRequestError: naming the message and the field at fault.
         ContextLengthError: there are more than `capacity` messages, and each is a token at least.
     """
+    if value is None:
+        raise InvalidRequestError("'messages' is missing; send at least one message.", param="messages")
     if not isinstance(value, list):
         raise InvalidRequestError("'messages' must be a list of messages.", param="messages")
     if not value:
@@ -166,8 +168,9 @@ def _parse_content(content: object, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             param = f"{where}[{index}].type"
+            said = f"is {kind[:64]!r}" if isinstance(kind, str) else "is missing" if kind is None else "is no text"
             raise InvalidRequestError(
-                f"'{param}' is {kind!r}; only text parts are supported here.",
+                f"'{param}' {said}; only parts of type 'text' are supported here.",
                 param=param,
                 code="unsupported_content",
             )

@@ -211,7 +211,9 @@ def parse_prompts(value: object, capacity: int) -> list[TextPrompt | TokensPromp
 def _parse_prompt(value: object, capacity: int, param: str) -> TextPrompt | TokensPrompt:
     if isinstance(value, str):
         return TextPrompt(value, param)
-    if not value:
+    if value is None and param == "prompt":
+        raise InvalidRequestError("'prompt' is missing; send a string or a list of token ids.", param=param)
+    if not value or not isinstance(value, list):
         raise InvalidRequestError(f"'{param}' must be a string or a list of token ids.", param=param)
     return TokensPrompt(parse_token_ids(value, capacity, param), param)
 
@@ -223,6 +225,8 @@ def parse_token_ids(value: object, capacity: int, param: str) -> tuple[int, ...]
         InvalidRequestError: it is no list, or holds something else.
         ContextLengthError: there are more than `capacity`; then none is looked at.
     """
+    if value is None:
+        raise InvalidRequestError(f"'{param}' is missing; send a list of token ids.", param=param)
     if isinstance(value, list) and len(value) > capacity:
         raise ContextLengthError(len(value), capacity, param=param)
     # `type` and not `isinstance`: true and false are no ids.

@@ -161,7 +161,8 @@ def _messages(instructions: str | None, value: object, names: OwnNames) -> list[
     if isinstance(value, str):
         return [*messages, {"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        raise InvalidRequestError("'input' must be a string or a list of items.", param="input")
+        said = "is missing; send" if value is None else "must be"
+        raise InvalidRequestError(f"'input' {said} a string or a list of items.", param="input")
     if len(value) > MAX_ITEMS:
         raise InvalidRequestError(f"'input' has {len(value)} items; at most {MAX_ITEMS} are taken.", param="input")
     for index, item in enumerate(value):

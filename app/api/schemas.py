@@ -17,16 +17,27 @@ if TYPE_CHECKING:
 
 
 class Object(BaseModel):
-    """Base of every object in a body: unknown fields are ignored, and `null` is as good as absent."""
+    """Base of every object in a body: unknown fields are ignored, and `null` is as good as absent.
+
+    A whole number may be written as `1.0`, as clients write it that know only floats.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
+    def _simplify(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            return {key: value for key, value in data.items() if value is not None}
+            return {key: cls._whole(key, value) for key, value in data.items() if value is not None}
         return data
+
+    @classmethod
+    def _whole(cls, name: str, value: Any) -> Any:
+        if isinstance(value, float) and value.is_integer():
+            field = cls.model_fields.get(name)
+            if field is not None and field.annotation in (int, int | None):
+                return int(value)
+        return value
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -59,6 +70,18 @@ class Body(Object):
 
 
 B = TypeVar("B", bound=Body)
+# What pydantic says, in words of JSON.
+_WORDS: Final = {
+    "Input should ": "must ",
+    "String should ": "must ",
+    "Field required": "is required",
+    "a valid boolean": "true or false",
+    "a valid dictionary": "an object",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "a string",
+    "must be False": "must be false",
+}
 # A key may be as long as the body.
 MAX_PARAM_LENGTH: Final = 256
 
@@ -139,7 +162,9 @@ def parse_body(kind: type[B], data: dict[str, Any]) -> B:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = first.get("ctx", {}).get("param") or _path(first["loc"])
-        message = first["msg"].replace("Input should ", "must ").replace("Field required", "is required")
+        message = first["msg"]
+        for theirs, ours in _WORDS.items():
+            message = message.replace(theirs, ours)
         raise InvalidRequestError(f"'{param}' {message}.", param=param) from None
 
 

@@ -5,6 +5,7 @@ Silently ignoring such a field would give an answer that is not what was asked f
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.errors import InvalidRequestError
@@ -71,6 +72,6 @@ def refuse_unsupported(body: Mapping[str, Any], at_rest: Mapping[str, tuple[Any,
     for name, value in body.items():
         if value is None or name not in at_rest or any(_same(value, rest) for rest in at_rest[name]):
             continue
-        accepted = ", ".join(repr(rest) for rest in at_rest[name])
+        accepted = " or ".join(json.dumps(rest) for rest in at_rest[name])
         hint = f"Leave it out or set it to {accepted}." if accepted else "Leave it out."
         raise InvalidRequestError(f"{name!r} is not supported here. {hint}", param=name, code="unsupported_parameter")

@@ -128,9 +128,12 @@ def regex_spec(regex: object, param: str) -> GrammarSpec:
     """Text that matches a regular expression from its first to its last character.
 
     Raises:
-        InvalidRequestError: it is no string, empty or too long.
+        InvalidRequestError: it is no string, empty, too long, or ends within an escape.
     """
-    return GrammarSpec("regex", _check_string(regex, MAX_REGEX_LENGTH, param), param)
+    text = _check_string(regex, MAX_REGEX_LENGTH, param)
+    if (len(text) - len(text.rstrip("\\"))) % 2:  # llguidance would pass over it
+        raise InvalidRequestError(f"'{param}' ends with a backslash that escapes nothing.", param=param)
+    return GrammarSpec("regex", text, param)
 
 
 def lark_spec(grammar: object, param: str) -> GrammarSpec:

@@ -199,3 +199,10 @@ async def test_a_grammar_that_never_ends_is_the_requests_fault(grammar: str) -> 
         streamed = await server.client.post(CHAT, json=chat_body(max_tokens=3, guided_grammar=grammar, stream=True))
         assert events(streamed.text)[-1]["error"] == error
         await server.settle()
+
+
+def test_a_regex_ends_behind_its_last_escape() -> None:
+    for regex in ("\\", "a\\", "a\\\\\\"):
+        with pytest.raises(InvalidRequestError, match="'guided_regex' ends with a backslash"):
+            read_grammar({"guided_regex": regex})
+    assert read_grammar({"guided_regex": "a\\\\"}) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
@@ -80,6 +81,7 @@ class Context:
         limits: how much each of them may ask for.
         live: the only way to change them.
         started_at: seconds since the epoch.
+        errors: answers that are errors, by their status and their code.
     """
 
     settings: Settings
@@ -92,6 +94,7 @@ class Context:
     keys: KeyService
     limits: Limits
     started_at: int = field(default_factory=lambda: int(time.time()))
+    errors: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def stats(self) -> dict[str, Any]:
         """The object of `GET /ops/stats.json`: the engine's numbers and the process's."""
@@ -119,7 +122,7 @@ def create_app(context: Context) -> QuartTrio:
     ):
         app.register_blueprint(blueprint)
     _install_checks(app, context, gate)
-    _install_errors(app, pages)
+    _install_errors(app, context, pages)
     app.asgi_app = Guard(app.asgi_app)  # type: ignore[method-assign]
     return app
 
@@ -182,11 +185,13 @@ def _count_in(context: Context) -> None:
         scope[PERMITS].append(permit)
 
 
-def _install_errors(app: QuartTrio, pages: Environment) -> None:
+def _install_errors(app: QuartTrio, context: Context, pages: Environment) -> None:
     """Every error becomes JSON, or a page where a person is looking at a page."""
 
     async def answer(error: Exception) -> Response:
         known = describe(error)
+        if known.status >= 400:
+            context.errors[known.status, known.code or known.kind] += 1
         if known.status == 500 and not isinstance(error, (RelevoError, HTTPException)):
             log.error("%s %s failed, request %s", request.method, request.path, g.get("request_id"), exc_info=error)
         if known.status == UNAVAILABLE:

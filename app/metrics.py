@@ -107,8 +107,7 @@ def metrics_blueprint(context: Context) -> Blueprint:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(context.engine.metrics, context.engine.model.name, prefixes))
     ProcessCollector(registry=registry)
-    lag = _LagCollector(context)
-    registry.register(lag)
+    registry.register(_HttpCollector(context))
     metrics = Blueprint("metrics", __name__)
 
     @metrics.get("/metrics")
@@ -118,12 +117,18 @@ def metrics_blueprint(context: Context) -> Blueprint:
     return metrics
 
 
-class _LagCollector(Collector):
-    """How late the event loop is."""
+class _HttpCollector(Collector):
+    """How late the event loop is, and what was refused over HTTP, also before it came to the engine."""
 
     def __init__(self, context: Context) -> None:
         self._lag = context.lifecycle.lag
+        self._errors = context.errors
 
     def collect(self) -> Iterator[Metric]:
         text = "How much too late a short sleep ended, the worst of the last seconds."
         yield GaugeMetricFamily("relevo:loop_lag_seconds", text, value=self._lag.seconds)
+        text = "Answers that are errors, by status and code; errors within a stream are not among them."
+        counter = CounterMetricFamily("relevo:http_errors", text, labels=["status", "code"])
+        for (status, code), count in self._errors.items():
+            counter.add_metric([str(status), code], count)
+        yield counter

@@ -70,10 +70,16 @@ class ErrorAnswer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def kind(self) -> str:
+        """The family of errors, in OpenAI's words."""
+        return _TYPES.get(self.status, "invalid_request_error")
+
+    @property
     def body(self) -> dict[str, Any]:
         """The JSON object."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.extra}}
+        return {
+            "error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code, **self.extra}
+        }
 
     def response(self) -> Response:
         """The HTTP response."""

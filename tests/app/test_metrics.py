@@ -136,3 +136,25 @@ async def test_the_numbers_of_the_process_stand_beside_the_engines() -> None:
         assert stats["uptime_seconds"] >= 0
         assert stats["loop_lag_seconds"] >= 0
         assert stats["requests"]["running"] == 0
+
+
+async def test_errors_over_http_are_counted_by_status_and_code() -> None:
+    """A client that sends the same mistake for ever is seen, though its requests never come to the engine."""
+    async with open_server(make_settings(security={"api_keys": ["me=secret"]})) as server:
+        key = {"Authorization": "Bearer secret"}
+        for fields, headers in (
+            ({"temperature": 9}, key),
+            ({"temperature": 9}, key),
+            ({"model": "x"}, key),
+            ({}, {}),
+            ({"max_tokens": 1}, key),
+        ):
+            await server.client.post(CHAT, json=chat_body() | fields, headers=headers)
+        await server.client.get(CHAT)
+        text = (await server.client.get("/metrics", headers=key)).text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        found = {(s.labels["status"], s.labels["code"]): s.value for s in families["relevo:http_errors"].samples}
+        assert {key: value for key, value in found.items() if key[0] in ("400", "404", "405")} == {
+            ("400", "invalid_request_error"): 2, ("404", "model_not_found"): 1, ("405", "method_not_allowed"): 1,
+        }  # fmt: skip
+        assert sum(value for (status, _), value in found.items() if status == "401") == 1

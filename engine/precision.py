@@ -17,6 +17,7 @@ from kernels.native import BuildError, Library, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from engine.loading.checkpoint import Checkpoint
     from kernels.blocks import Blocks
@@ -123,9 +124,14 @@ def rounded(
             yield name, as_blocks(weight, eight_bits=eight_bits).dequantize()
 
 
+def kernels_dir() -> Path:
+    """Where compiled kernels are kept."""
+    return cache_dir().parent / "kernels"
+
+
 def _load() -> tuple[Library | None, str]:
     """The kernels, or why there are none."""
     try:
-        return load(cache_dir().parent / "kernels"), ""
+        return load(kernels_dir()), ""
     except BuildError as error:
         return None, str(error)

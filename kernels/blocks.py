@@ -82,11 +82,17 @@ def read_blocks(kind: str, data: NDArray[np.uint8], cols: int) -> Blocks:
 
 
 def quantize(weight: torch.Tensor) -> Blocks:
-    """Signed bytes whose largest in each group is 127: weight [rows, cols] of any float dtype."""
+    """Signed bytes whose largest in each group is 127: weight [rows, cols] of any float dtype.
+
+    A group that no such scale fits, for its weights are not finite or beyond all use, becomes NaN.
+    """
     groups = weight.float().numpy().reshape(weight.shape[0], -1, GROUP)
-    scales = (np.abs(groups).max(axis=-1) / 127).astype(np.float16)
-    divisor = np.where(scales == 0, np.inf, scales.astype(np.float32))[:, :, None]
-    codes = np.clip(np.rint(groups / divisor), -127, 127).astype(np.int8)
+    largest = np.abs(groups).max(axis=-1)
+    fits = largest <= 127 * np.float32(np.finfo(np.float16).max)
+    scales = (np.where(fits, largest, np.nan) / 127).astype(np.float16)
+    divisor = np.where(fits & (scales != 0), scales.astype(np.float32), 1)[:, :, None]
+    steps = np.where(fits[:, :, None], groups, 0) / divisor
+    codes = np.clip(np.rint(steps), -127, 127).astype(np.int8)
     return Blocks(codes.reshape(weight.shape), scales)
 
 

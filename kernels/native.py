@@ -6,6 +6,8 @@ Every call drops the interpreter's lock. The source is kernels/native; `build` c
 from __future__ import annotations
 
 import ctypes
+import mmap
+from contextlib import suppress
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,6 +62,7 @@ class ModelStruct(Structure):
                 "num_kv_heads",
                 "head_size",
                 "block_size",
+                "num_positions",
             )
         ],
         ("eps", c_float),
@@ -70,7 +73,7 @@ class StepStruct(Structure):
     """`Step` in step.h."""
 
     _fields_ = [
-        *[(name, c_int32) for name in ("num_tokens", "num_rows", "table_width")],
+        *[(name, c_int32) for name in ("num_tokens", "num_rows", "table_width", "num_blocks")],
         *[(name, c_void_p) for name in ("token_ids", "positions", "block_ids", "offsets")],
         *[(name, c_void_p) for name in ("row_starts", "seq_lens", "block_tables", "caches", "hidden")],
     ]
@@ -95,6 +98,27 @@ class PackedMatrix:
         return MatrixStruct(self.tiles.data_ptr(), self.kind, self.rows, self.cols)
 
 
+class Arena:
+    """Memory for weights in large pieces, on huge pages where the system has them: a step walks through all of it."""
+
+    PIECE_BYTES = 32 << 20
+
+    def __init__(self) -> None:
+        self._piece = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Uninitialized [num_bytes] uint8, aligned to a cache line; lives as long as the tensor does."""
+        padded = -(-num_bytes // 64) * 64
+        if padded > len(self._piece):
+            memory = mmap.mmap(-1, max(padded, self.PIECE_BYTES))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without them
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+            self._piece = torch.frombuffer(memory, dtype=torch.uint8)
+        taken, self._piece = self._piece[:num_bytes], self._piece[padded:]
+        return taken
+
+
 class Library:
     """The loaded kernels.
 
@@ -106,6 +130,7 @@ class Library:
     """
 
     def __init__(self, path: Path) -> None:
+        self._arena = Arena()
         try:
             self.calls = ctypes.CDLL(str(path))
             _declare(self.calls)
@@ -121,8 +146,7 @@ class Library:
         if cols % GROUP:
             raise ValueError(f"{cols} columns are no multiple of {GROUP}")
         kind = BYTES if blocks.minima is None else NIBBLES
-        # torch aligns to 64 bytes.
-        tiles = torch.empty(self.calls.relevo_packed_bytes(kind, rows, cols), dtype=torch.uint8)
+        tiles = self._arena.take(self.calls.relevo_packed_bytes(kind, rows, cols))
         codes, scales = np.ascontiguousarray(blocks.codes), np.ascontiguousarray(blocks.scales)
         minima = None if blocks.minima is None else np.ascontiguousarray(blocks.minima)
         self.calls.relevo_pack(
@@ -215,8 +239,11 @@ def check(status: int) -> None:
     """Raise what a call could not.
 
     Raises:
-        MemoryError: the call gave another status than 0.
+        IndexError: the step was not begun, for it names what is not there.
+        MemoryError: the call broke off.
     """
+    if status == 2:
+        raise IndexError("the step names a token, a block or a position that does not exist")
     if status != 0:
         raise MemoryError("the native kernels lack memory for this step")
 

@@ -64,7 +64,9 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
     """Round each 32 of a row to 255 steps of equal size, up to the largest of them: [N, E] float32 → [N, E]."""
     groups = x.view(x.shape[0], -1, 32)
     largest = groups.abs().amax(-1, keepdim=True)
-    codes = (groups * torch.where(largest > 0, 127 / largest, 0)).round()
+    # A division by the scale, and not the product with a reciprocal that `127 / largest` would be.
+    steps = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
+    codes = (groups * steps).round()
     return (codes * (largest / 127)).view(x.shape)
 
 

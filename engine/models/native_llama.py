@@ -91,6 +91,7 @@ class NativeLlama:
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
             block_size=block_size,
+            num_positions=max_model_len,
             eps=config.rms_norm_eps,
         )
         self._seconds = (ctypes.c_double * len(PARTS))()
@@ -128,6 +129,7 @@ class NativeLlama:
 
         Raises:
             MemoryError: the step needs memory that is not there.
+            IndexError: it names a token, a block or a position that is not there; nothing was written.
         """
         num_tokens = len(inputs.input_ids)
         if num_tokens > self._max_tokens:
@@ -138,6 +140,7 @@ class NativeLlama:
             num_tokens,
             len(rows.seq_lens),
             rows.block_tables.shape[1],
+            kv_caches[0].shape[0],
             inputs.input_ids.data_ptr(),
             inputs.positions.data_ptr(),
             inputs.block_ids.data_ptr(),

@@ -99,6 +99,7 @@ Engine* relevo_open(const Model* model, int32_t num_threads, int32_t max_tokens)
 void relevo_close(Engine* engine) { delete engine; }
 
 int relevo_forward(Engine* engine, const Step* step, double* seconds) {
+    if (!engine->is_valid(*step)) return 2;
     return guarded([&] { engine->forward(*step, seconds); });
 }
 

@@ -21,13 +21,13 @@ struct Model {
     const float* norm;
     const float* rotations;  // [positions, head_size]: cosine and sine of each pair
     Matrix embedding, head;
-    int32_t num_layers, hidden_size, inner_size, num_heads, num_kv_heads, head_size, block_size;
+    int32_t num_layers, hidden_size, inner_size, num_heads, num_kv_heads, head_size, block_size, num_positions;
     float eps;
 };
 
 // Rows one after the other, as in the engine's ModelInputs.
 struct Step {
-    int32_t num_tokens, num_rows, table_width;
+    int32_t num_tokens, num_rows, table_width, num_blocks;
     const int64_t *token_ids, *positions, *block_ids, *offsets;  // [num_tokens]
     const int64_t *row_starts, *seq_lens, *block_tables;         // [num_rows + 1], [num_rows], [num_rows, table_width]
     Half* const* caches;                                         // one a layer
@@ -40,12 +40,30 @@ enum Part { GLUE, PRODUCTS, ATTENTION, HEAD, NUM_PARTS };
 class Engine {
   public:
     Engine(const Model& model, int num_threads, int max_tokens)
-        : model_(model), threads_(num_threads), scratch_(num_threads) {
+        : model_(model), threads_(num_threads), score_scale_(1.0f / std::sqrt(static_cast<float>(model.head_size))), scratch_(num_threads) {
         const size_t n = max_tokens, attended = static_cast<size_t>(model.num_heads) * model.head_size;
         queries_.resize(n * attended);
         hidden_in_ = room(n, model.hidden_size);
         attended_ = room(n, attended);
         inner_ = room(n, model.inner_size);
+    }
+
+    // Whether all that a step names is there: a wrong index would be a write to somebody else's memory.
+    bool is_valid(const Step& step) const {
+        auto below = [](int64_t value, int64_t end) { return value >= 0 && value < end; };
+        for (int n = 0; n < step.num_tokens; n++)
+            if (!below(step.token_ids[n], model_.embedding.rows) || !below(step.positions[n], model_.num_positions) ||
+                !below(step.block_ids[n], step.num_blocks) || !below(step.offsets[n], model_.block_size))
+                return false;
+        for (int row = 0; row < step.num_rows; row++) {
+            const int64_t first = step.row_starts[row], last = step.row_starts[row + 1], length = step.seq_lens[row];
+            const int64_t blocks = (length + model_.block_size - 1) / model_.block_size;
+            if (!below(first, last) || last > step.num_tokens || length < last - first || blocks > step.table_width) return false;
+            if (step.positions[last - 1] != length - 1 || step.positions[first] != length - (last - first)) return false;
+            for (int64_t i = 0; i < blocks; i++)
+                if (!below(step.block_tables[row * step.table_width + i], step.num_blocks)) return false;
+        }
+        return true;
     }
 
     void forward(const Step& step, double* seconds) {
@@ -159,8 +177,10 @@ class Engine {
         });
         clock.spent(GLUE);
         threads_.share(layer.qkv.num_pieces(), [&](int piece) {
+            Place places[PIECE / LANES];
+            for (int i = 0; i < PIECE / LANES; i++) places[i] = place_of(piece * PIECE + i * LANES);
             multiply<1>(layer.qkv, piece, hidden_in_, tokens, [&](int n, const float* values) {
-                for (int i = 0; i < PIECE; i += LANES) place(step, step.caches[index], n, piece * PIECE + i, values + i);
+                for (int i = 0; i < PIECE / LANES; i++) put(step, step.caches[index], n, places[i], simd::load(values + i * LANES));
             });
         });
         clock.spent(PRODUCTS);
@@ -207,22 +227,31 @@ class Engine {
         }
     }
 
-    // LANES outputs of the query-key-value product from column `col` on: rotated, scaled, and put where they belong.
-    void place(const Step& step, Half* cache, int n, int col, const float* values) {
-        const int size = model_.head_size, head = col / size, d = col % size;
-        const int key_heads = model_.num_kv_heads, heads = model_.num_heads;
-        if (head >= heads + 2 * key_heads) return;  // padding
-        Floats x = simd::load(values);
-        if (head < heads + key_heads) x = simd::rotate_pairs(x, simd::load(model_.rotations + step.positions[n] * size + d));
-        if (head < heads) {
-            x = simd::mul(x, simd::all(1.0f / std::sqrt(static_cast<float>(size))));
-            simd::store(queries_.data() + size_t(n) * heads * size + col, x);
-            return;
+    // Where outputs of the query-key-value product belong: kind 0 query, 1 key, 2 value, 3 padding; head and element.
+    struct Place {
+        int kind, head, element;
+    };
+
+    Place place_of(int column) const {
+        const int head = column / model_.head_size, element = column % model_.head_size;
+        const int heads = model_.num_heads, key_heads = model_.num_kv_heads;
+        if (head < heads) return {0, head, element};
+        if (head < heads + 2 * key_heads) return {1 + (head - heads) / key_heads, (head - heads) % key_heads, element};
+        return {3, 0, 0};
+    }
+
+    // LANES outputs of one token: rotated, scaled, and put where they belong.
+    void put(const Step& step, Half* cache, int n, Place place, Floats x) {
+        const int size = model_.head_size;
+        if (place.kind < 2) x = simd::rotate_pairs(x, simd::load(model_.rotations + step.positions[n] * size + place.element));
+        if (place.kind == 0) {
+            float* to = queries_.data() + (size_t(n) * model_.num_heads + place.head) * size + place.element;
+            simd::store(to, simd::mul(x, simd::all(score_scale_)));
+        } else if (place.kind < 3) {
+            const int64_t line = ((step.block_ids[n] * 2 + place.kind - 1) * model_.num_kv_heads + place.head) * model_.block_size + step.offsets[n];
+            const Floats most = simd::all(65504.0f);
+            simd::store(cache + line * size + place.element, simd::max(simd::sub(simd::zero(), most), simd::min(most, x)));
         }
-        const int side = head >= heads + key_heads, key_head = head - heads - side * key_heads;
-        const int64_t line = ((step.block_ids[n] * 2 + side) * key_heads + key_head) * model_.block_size + step.offsets[n];
-        const Floats most = simd::all(65504.0f);
-        simd::store(cache + line * size + d, simd::max(simd::sub(simd::zero(), most), simd::min(most, x)));
     }
 
     void attend_to(const Step& step, const Half* cache, const Task& task, AttentionScratch& scratch) {
@@ -269,6 +298,7 @@ class Engine {
 
     const Model& model_;
     Threads threads_;
+    const float score_scale_;
     std::vector<std::vector<int8_t>> codes_;
     std::vector<std::vector<float>> scales_, sums_;
     std::vector<float> queries_;

@@ -46,7 +46,7 @@ class Threads {
     }
 
   private:
-    static constexpr int SPINS = 4000;
+    static constexpr int SPINS = 1000;
 
     void start() {
         generation_.fetch_add(1, std::memory_order_release);
@@ -84,7 +84,8 @@ class Threads {
 
     static void wait_for_change(const std::atomic<unsigned>& value, unsigned old) {
         for (int i = 0; i < SPINS; i++) {
-            if (value.load(std::memory_order_acquire) != old) return;
+            for (int look = 0; look < 32; look++)
+                if (value.load(std::memory_order_acquire) != old) return;
 #if defined(__x86_64__)
             _mm_pause();
 #endif

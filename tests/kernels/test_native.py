@@ -1,0 +1,261 @@
+"""The native kernels against their plain versions: products, attention, and the library's making."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.precision import kernels_dir
+from kernels import build as building
+from kernels import reference
+from kernels.blocks import BLOCK_BYTES, Blocks, as_blocks, quantize, read_blocks, stack
+from kernels.native import Arena, BuildError, Library, PackedMatrix, load
+from tests.kernels.test_paged_attention import make_case
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    try:
+        return load(kernels_dir())
+    except BuildError as error:
+        pytest.skip(f"no native kernels: {error}")
+
+
+def random_blocks(rows: int, cols: int, *, nibbles: bool, seed: int = 0) -> Blocks:
+    rng = np.random.default_rng(seed)
+    low, high, dtype = (0, 16, np.uint8) if nibbles else (-128, 128, np.int8)
+    codes = rng.integers(low, high, (rows, cols)).astype(dtype)
+    scales = rng.uniform(0.001, 0.02, (rows, cols // 32)).astype(np.float16)
+    minima = rng.uniform(-0.2, 0.05, scales.shape).astype(np.float16) if nibbles else None
+    return Blocks(codes, scales, minima)
+
+
+@pytest.mark.parametrize("kind", BLOCK_BYTES)
+def test_blocks_are_read_as_the_files_own_package_reads_them(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    data = rng.integers(0, 256, (7, 5 * BLOCK_BYTES[kind]), dtype=np.uint8)
+    blocks_of_file = data.reshape(7, 5, -1)
+    for start in range(0, 4 if kind == "Q4_1" else 2, 2):  # any bits but those of NaN
+        blocks_of_file[:, :, start : start + 2] = rng.uniform(-2, 2, (7, 5, 1)).astype(np.float16).view(np.uint8)
+    blocks = read_blocks(kind, data, 160)
+    expected = torch.from_numpy(dequantize(data, GGMLQuantizationType[kind]))
+    torch.testing.assert_close(blocks.dequantize(), expected, rtol=0, atol=1e-6)
+    order = np.array([3, 0, 6])
+    assert torch.equal(stack([blocks.take(order), blocks]).dequantize()[:3], blocks.dequantize()[order])
+
+
+def test_floats_become_bytes_within_half_a_step() -> None:
+    weight = torch.randn(6, 96)
+    weight[2, :32] = 0
+    steps = weight.view(6, 3, 32).abs().amax(-1, keepdim=True) / 127
+    error = (quantize(weight).dequantize() - weight).view(6, 3, 32).abs()
+    assert bool((error <= steps * 0.57).all())  # the scale itself is rounded to float16
+    assert torch.equal(quantize(weight).dequantize()[2, :32], torch.zeros(32))
+    nibbles = random_blocks(4, 64, nibbles=True)
+    assert as_blocks(nibbles) is nibbles
+    assert as_blocks(nibbles, eight_bits=True).minima is None
+    assert as_blocks(weight).shape == (6, 96)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 19),
+    rows=st.integers(1, 100),
+    groups=st.integers(1, 20),
+    nibbles=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_products_are_those_of_the_reference_and_of_each_row_alone(
+    library: Library, count: int, rows: int, groups: int, nibbles: bool, seed: int
+) -> None:
+    blocks = random_blocks(rows, 32 * groups, nibbles=nibbles, seed=seed)
+    x = torch.randn(count, 32 * groups, generator=torch.Generator().manual_seed(seed))
+    matrix = library.pack(blocks)
+    result, expected = library.multiply(x, matrix), reference.multiply_blocks(x, blocks)
+    torch.testing.assert_close(result, expected, rtol=0, atol=3e-6 * float(x.abs().max()) * groups * 32)
+    alone = torch.cat([library.multiply(x[i : i + 1], matrix) for i in range(count)])
+    assert torch.equal(result, alone)
+    for row in (0, rows - 1):
+        torch.testing.assert_close(library.read_row(matrix, row), blocks.dequantize()[row], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("spoiler", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("nibbles", [True, False])
+def test_a_row_that_is_no_number_is_seen_and_alone(library: Library, spoiler: float, nibbles: bool) -> None:
+    matrix = library.pack(random_blocks(40, 96, nibbles=nibbles))
+    x = torch.randn(6, 96)
+    before = library.multiply(x, matrix)
+    x[2, 70] = spoiler
+    after = library.multiply(x, matrix)
+    assert bool(after[2].isnan().all())
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(after[others], before[others])
+
+
+def test_zeros_give_zeros(library: Library) -> None:
+    matrix = library.pack(random_blocks(33, 64, nibbles=False))
+    assert torch.equal(library.multiply(torch.zeros(3, 64), matrix), torch.zeros(3, 33))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "block_size"),
+    [(9, 3, 64, 16), (4, 1, 32, 4), (4, 2, 16, 8), (8, 1, 128, 16), (2, 2, 96, 32), (32, 1, 64, 16), (3, 1, 80, 5)],
+)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 1)],
+        [(299, 1), (0, 1), (127, 1), (128, 1), (15, 1)],
+        [(0, 16), (0, 17), (5, 3), (120, 20)],
+        [(400, 1), (7, 1), (0, 33), (31, 2), (250, 16)],
+    ],
+    ids=["first token", "decode", "prefill", "mixed"],
+)
+def test_attention_is_that_of_the_reference(
+    library: Library, rows: list[tuple[int, int]], heads: int, kv_heads: int, size: int, block_size: int
+) -> None:
+    query, kv_cache, table = make_case(
+        rows, heads=heads, kv_heads=kv_heads, size=size, block_size=block_size, dtype=torch.float16
+    )
+    expected = reference.paged_attention(query, kv_cache, table)
+    # Slots of a block behind the last token are the reference's zeros; here nobody may look at them.
+    for row, seq_len in enumerate(table.seq_lens.tolist()):
+        kv_cache[table.block_tables[row, (seq_len - 1) // block_size], :, :, (seq_len - 1) % block_size + 1 :] = (
+            torch.nan
+        )
+    torch.testing.assert_close(library.paged_attention(query, kv_cache, table), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 16, 30])
+def test_a_chunk_in_parts_gives_the_same_bits(library: Library, cut: int) -> None:
+    query, kv_cache, rows = make_case([(240, 37)], heads=6, kv_heads=2, size=64, block_size=16, dtype=torch.float16)
+    whole = library.paged_attention(query, kv_cache, rows)
+    for first in range(0, 37, cut):
+        count = min(cut, 37 - first)
+        part = rows._replace(query_start_loc=torch.tensor([0, count]), seq_lens=torch.tensor([240 + first + count]))
+        assert torch.equal(
+            library.paged_attention(query[first : first + count], kv_cache, part), whole[first : first + count]
+        )
+
+
+def test_wrong_shapes_are_refused_before_the_pointer_is_given(library: Library) -> None:
+    matrix = library.pack(random_blocks(8, 64, nibbles=True))
+    with pytest.raises(ValueError, match="multiple of 32"):
+        library.pack(Blocks(np.zeros((2, 40), np.int8), np.zeros((2, 1), np.float16)))
+    for x in (torch.zeros(1, 32), torch.zeros(1, 64, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"expected float32 \[N, 64\]"):
+            library.multiply(x, matrix)
+    with pytest.raises(IndexError):
+        library.read_row(matrix, 8)
+
+
+def test_weights_lie_apart_and_aligned() -> None:
+    arena = Arena()
+    taken = [arena.take(size) for size in (1, 100, 64, Arena.PIECE_BYTES + 1, 5)]
+    for index, memory in enumerate(taken):
+        assert memory.data_ptr() % 64 == 0
+        memory.fill_(index)
+    assert [set(memory.tolist()) for memory in taken[:3]] == [{0}, {1}, {2}]
+    assert int(taken[3][-1]) == 3
+
+
+def test_the_plain_form_gives_the_same_bits(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a processor without vector instructions computes."""
+    monkeypatch.setattr(
+        building, "FLAGS", tuple(flag.replace("-O3", "-O1") for flag in building.FLAGS if "march" not in flag)
+    )
+    plain = load(kernels_dir())
+    assert plain.instructions == ("plain C++" if library.instructions != "plain C++" else library.instructions)
+    x = torch.randn(5, 192)
+    for nibbles in (True, False):
+        blocks = random_blocks(70, 192, nibbles=nibbles)
+        assert torch.equal(plain.multiply(x, plain.pack(blocks)), library.multiply(x, library.pack(blocks)))
+    case = make_case([(200, 1), (3, 7)], heads=6, kv_heads=2, size=32, block_size=8, dtype=torch.float16)
+    torch.testing.assert_close(plain.paged_attention(*case), library.paged_attention(*case), rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -x")
+    with pytest.raises(BuildError, match="no such compiler"):
+        building.build(tmp_path)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(BuildError, match="false could not compile them: exit 1"):
+        building.build(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        building.build(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "true")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="could not be compiled into"):
+        building.build(tmp_path / "file" / "below")
+
+
+def test_a_library_that_is_none_is_told(tmp_path: Path) -> None:
+    broken = tmp_path / "kernels.so"
+    broken.write_bytes(b"not a library")
+    with pytest.raises(BuildError, match="cannot be loaded"):
+        Library(broken)
+
+
+def test_a_library_that_computes_wrongly_is_not_used(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Library.multiply
+
+    def wrong(self: Library, x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+        return right(self, x, matrix) * 1.2
+
+    monkeypatch.setattr(Library, "multiply", wrong)
+    with pytest.raises(BuildError, match="wrong on this processor"):
+        load(kernels_dir())
+
+
+def test_a_compiled_library_is_used_again(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(subprocess, "run", never)
+    assert load(kernels_dir()).instructions == library.instructions
+
+
+def test_the_whole_of_it_runs_without_undefined_behaviour(library: Library, tmp_path: Path) -> None:
+    """The same calls in a library that checks every address."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from kernels import build\n"
+        "build.FLAGS = (*build.FLAGS, '-fsanitize=undefined', '-fno-sanitize-recover', '-O1')\n"
+        "from kernels.native import load\n"
+        "from tests.kernels.test_native import random_blocks\n"
+        "from tests.kernels.test_paged_attention import make_case\n"
+        "library = load(Path(sys.argv[1]))\n"
+        "for nibbles in (True, False):\n"
+        "    library.multiply(torch.randn(11, 96), library.pack(random_blocks(50, 96, nibbles=nibbles)))\n"
+        "case = make_case([(200, 1), (3, 7)], heads=6, kv_heads=2, size=32, block_size=8, dtype=torch.float16)\n"
+        "library.paged_attention(*case)\n"
+        "print('done')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(program), str(kernels_dir())], capture_output=True, text=True, env=environment, timeout=300
+    )
+    if "sanitize" in done.stderr or "ubsan" in done.stderr:
+        pytest.skip("this compiler has no sanitizer")
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr

@@ -33,9 +33,8 @@ _KEYS: Final = ("name", "arguments", "parameters", "type", "function", "id")
 _OPEN: Final = re.compile(r"\s*(?:\[\s*)?(?:\{\s*)?")
 _NAMED: Final = re.compile(r"\s{0,8}([\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,8}")
 _NAMED_LENGTH: Final = 256  # longer than any match
-_HEAD: Final = re.compile(
-    r'[\s\[\]{},]*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.ASCII
-)
+_BEGUN: Final = re.compile(r'[\s\[\]{},]*"name"\s*:\s*("(?:[^"\\]|\\.)*")', re.ASCII)
+_HEAD: Final = re.compile(_BEGUN.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.ASCII)
 
 
 class JsonEnd:
@@ -258,9 +257,15 @@ class HeldReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """What was cut off before it named a tool is text; behind a call it is nothing, a scrap of the next."""
+        """A first call that was cut off behind its name has no arguments; a scrap from before a name is nothing."""
         text, self._held = self._held, ""
-        return [Text(text)] if text and not self._count else []
+        if self._count or text.lstrip()[:1] in ("{", "["):
+            named = None if self._count else _BEGUN.match(text)
+            if named is None:
+                return []
+            self._count, self._end = 1, JsonEnd()
+            return [CallBegun(0, self._make_id(), _load(named[1]))]
+        return [Text(text)] if text else []
 
     def reason(self, reason: str) -> str:
         """As for other calls; but one that a stop string has cut off is not to be carried out."""

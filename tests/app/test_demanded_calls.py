@@ -65,6 +65,28 @@ async def test_a_call_that_is_cut_off(max_tokens: int) -> None:
         assert len(text) <= max_tokens
 
 
+@pytest.mark.parametrize("cut", ["max_tokens", "stop"])
+async def test_half_a_call_is_no_text(cut: str) -> None:
+    tools = [{"type": "function", "function": {"name": "find", "parameters": CITY}}]
+    for kept, calls in (
+        ('{"na', []),
+        ('{"name": "fi', []),
+        ('{"name": "find"', [["find", ""]]),
+        ('{"name": "find", "argum', [["find", ""]]),
+        ('{"name": "find", "arguments": {"city": "New', [["find", '{"city": "New']]),
+    ):
+        fields: dict[str, Any] = {"max_tokens": len(kept), "logprobs": True}  # without them whole texts are forced
+        whole, chunks = await ask(
+            TO_YORK,
+            tools=tools,
+            tool_choice="required",
+            **(fields if cut == "max_tokens" else {"stop": TO_YORK[len(kept) :]}),
+        )
+        assert shape(whole) == joined(chunks)
+        assert (shape(whole)["content"], shape(whole)["calls"]) == ("", calls)
+        assert shape(whole)["reason"] == ("length" if cut == "max_tokens" else "stop")
+
+
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TO_YORK = '{"name": "find", "arguments": {"city": "New York"}}'
 

@@ -208,7 +208,9 @@ def test_arguments_under_a_grammar_leave_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "rest", "arguments"),
     [
-        ('{"na', '{"na', []),
+        ('{"na', "", []),
+        ('{"name": "weather", "argum', "", [""]),
+        ("no call", "no call", []),
         ('{"name": "weather", "arguments": {"ci', "", ['{"ci']),
         ('[{"name": "weather", "arguments": {}}, {"name": "ti', "", ["{}"]),
         ('[{"name": "weather", "arguments": {}}, {"name": "time", "arguments": {"a', "", ["{}", '{"a']),

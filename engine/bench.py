@@ -88,8 +88,7 @@ def measure_speed(
         ConfigError: a context is longer than the model's, or does not fit in memory.
         ModelError: the model cannot be loaded.
     """
-    decode = [(context, batch, 1) for context in contexts for batch in batches]
-    prefill = [(context, 1, min(PREFILL_TOKENS, context, config.max_num_batched_tokens)) for context in contexts]
+    decode, prefill = _shapes(batches, contexts, min(PREFILL_TOKENS, config.max_num_batched_tokens))
     model, runner = _load(config, max(batches), max(contexts))
     total = len(decode) + len(prefill) + 3
     report(0, total, "")
@@ -122,6 +121,14 @@ def measure_speed(
         "quality": quality,
         "cost_model": {**cost_model.to_json(), "fit": fit},
     }
+
+
+def _shapes(
+    batches: Sequence[int], contexts: Sequence[int], chunk: int
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """(context, batch, new tokens) of the steps that decode, and of those that read a chunk of a prompt."""
+    decode = [(context, batch, 1) for context in contexts for batch in batches]
+    return decode, [(context, 1, min(chunk, context)) for context in contexts]
 
 
 def _load(config: EngineConfig, batch: int, context: int) -> tuple[LoadedModel, ModelRunner]:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from engine.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +35,3 @@ class CacheSpec:
     def bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of one token over all groups."""
         return sum(group.bytes_per_token(element_bytes) for group in self.groups)
-
-
-def llama_cache(config: ModelConfig) -> CacheSpec:
-    """One group: every layer keeps every token."""
-    layers = tuple(range(config.num_layers))
-    return CacheSpec((CacheGroup("full", layers, config.num_kv_heads, config.head_size),))

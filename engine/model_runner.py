@@ -68,8 +68,8 @@ class ModelRunner:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the model keeps of each token; known after `load`."""
-        return self.model.cache_spec
+        """What the model keeps of each token."""
+        return self._checkpoint.config.cache_spec
 
     @property
     def kv_element_bytes(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.cache_spec import CacheGroup, CacheSpec
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -62,3 +64,9 @@ class ModelConfig:
         attended, key_value = self.num_heads * self.head_size, 2 * self.num_kv_heads * self.head_size
         layer = self.hidden_size * (2 * attended + key_value + 3 * self.intermediate_size)
         return self.num_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What is kept of a token: one group, in which every layer keeps everything."""
+        layers = tuple(range(self.num_layers))
+        return CacheSpec((CacheGroup("full", layers, self.num_kv_heads, self.head_size),))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from engine.cache_spec import CacheSpec, llama_cache
 from engine.models.linear import Linear, LinearFactory
 from engine.models.rope import pair_neighbours, rotation_table
 from engine.stopwatch import Stopwatch
@@ -85,11 +84,6 @@ class LlamaModel:
         self.norm = weights.pop("model.norm.weight").float()
         self.embedding = weights.pop("model.embed_tokens.weight")
         self.head = linear(self.embedding if config.tie_word_embeddings else weights.pop("lm_head.weight"))
-
-    @property
-    def cache_spec(self) -> CacheSpec:
-        """One group: every layer keeps every token."""
-        return llama_cache(self.config)
 
     def forward(self, inputs: ModelInputs, kv_caches: list[torch.Tensor]) -> torch.Tensor:
         """Run the layers, writing keys and values.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.cache_spec import CacheSpec, llama_cache
 from engine.models.rope import neighbour_order, rotation_table
 from kernels.blocks import GROUP, Blocks, as_blocks, stack
 from kernels.native import PARTS, LayerStruct, Library, ModelStruct, PackedMatrix, StepStruct, check
@@ -102,11 +101,6 @@ class NativeLlama:
         if getattr(self, "_engine", None):
             self._library.calls.relevo_close(self._engine)
             self._engine = None
-
-    @property
-    def cache_spec(self) -> CacheSpec:
-        """One group: every layer keeps every token."""
-        return llama_cache(self.config)
 
     @property
     def read_bytes(self) -> int:

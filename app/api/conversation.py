@@ -81,7 +81,7 @@ def _grammar(tooling: Tooling) -> GrammarSpec | None:
     if not tooling.is_forced:
         return None
     several = tooling.mode == "required" and tooling.parallel is True
-    return tool_call_spec(tooling.definitions, parallel=several)
+    return tool_call_spec(tooling.definitions, parallel=several, indices=[tool.index for tool in tooling.tools])
 
 
 def _shown(tokenizer: TokenizerLike, tooling: Tooling) -> frozenset[int]:

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from app.api.json_values import depth
@@ -35,11 +35,13 @@ class Tool:
 
     Attributes:
         parameters: JSON schema of its arguments, an object.
+        index: where it stands among the request's tools.
     """
 
     name: str
     description: str | None
     parameters: dict[str, Any]
+    index: int = 0
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def _parse_tools(value: object) -> list[Tool]:
         raise InvalidRequestError(f"'tools' has {len(value)} entries; at most {MAX_TOOLS} are taken.", param="tools")
     tools: list[Tool] = []
     for index, entry in enumerate(value):
-        tool = _parse_tool(entry, f"tools[{index}]")
+        tool = replace(_parse_tool(entry, f"tools[{index}]"), index=index)
         if any(tool.name == other.name for other in tools):
             param = f"tools[{index}].function.name"
             raise InvalidRequestError(f"'{param}' is {tool.name!r}, as that of an earlier tool.", param=param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # A compiled grammar takes some kilobytes; one that was made to be large, some megabytes.
 MAX_REMEMBERED: Final = 64
+# Where llguidance found an error: line and column.
+PLACE: Final = re.compile(r"at (?P<line>\d{1,9})\(\d+\): (?:failed to compile JSON schema: )?")
 # So many are tried at once; those that wait for their turn hold up no plain ones.
 MAX_TRIED: Final = 2
 
@@ -137,11 +140,16 @@ class GrammarCompiler:
 
 def _key(spec: GrammarSpec) -> GrammarSpec:
     """The grammar without the name of the field it came in."""
-    return replace(spec, param="")
+    return replace(spec, param="", places=())
 
 
 def _refusal(spec: GrammarSpec, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"'{spec.param}' cannot be used: {why.rstrip('.')}.", param=spec.param)
+    """Says which field it is; a place only in a text that the caller knows."""
+    param, place = spec.param, PLACE.match(why)
+    if place and (spec.places or spec.kind != "lark" or "::=" in spec.text):
+        why = why[place.end() :]
+        param = dict(enumerate(spec.places, 1)).get(int(place["line"]), param)
+    return InvalidRequestError(f"'{param}' cannot be used: {why.rstrip('.')}.", param=param)
 
 
 def _unanchored(regex: str) -> str:

@@ -32,6 +32,8 @@ MAX_FORCED: Final = 1024
 MAX_SLOW: Final = 3
 # How the library names keywords of a schema that it knows and does not follow.
 NOT_ENFORCED: Final = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
+# What it echoes of a request; the end of that is of no more use than its beginning.
+LONG_QUOTE: Final = re.compile(r'(\binvalid regex "(?:[^"\\]|\\.){40})(?:[^"\\]|\\.){20,}"')
 # How it says that a token may not come; what else goes wrong with one lies in the grammar.
 FORBIDDEN: Final = "doesn't satisfy the grammar"
 SLOW_ANSWER: Final = "The grammar of this answer took too long to follow; simplify it, or try again."
@@ -237,6 +239,7 @@ def shorten(error: str) -> str:
         return "more than one branch of a 'oneOf' may hold at once; use 'anyOf'"
     if "Too many items" in error:
         return "too much follows from it; see that it comes to an end, or simplify it"
+    error = LONG_QUOTE.sub(r'\1…"', error)
     error = NOT_ENFORCED.sub(r"what \1 says cannot be enforced here; leave that out", error)
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()]
     causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

@@ -67,6 +67,7 @@ class GrammarSpec:
         kind: the language of `text`: a JSON schema, a regular expression, or a grammar in llguidance's kind of Lark.
         param: the request field to be named when it cannot be compiled.
         plain: nothing in it can make compiling it slow.
+        places: the request's field that each line of `text` comes from, where that is not `param` alone.
         thinking: what may come before it; `None` is nothing.
     """
 
@@ -75,6 +76,7 @@ class GrammarSpec:
     param: str
     plain: bool = False
     thinking: Thinking | None = None
+    places: tuple[str, ...] = ()
 
 
 def any_object(param: str) -> GrammarSpec:

@@ -23,7 +23,12 @@ MAX_PARALLEL_CALLS: Final = 16
 
 
 def tool_call_spec(
-    tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = False, param: str = "tools"
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    name: str | None = None,
+    parallel: bool = False,
+    param: str = "tools",
+    indices: Sequence[int] | None = None,
 ) -> GrammarSpec:
     """What an answer looks like that calls tools.
 
@@ -32,17 +37,20 @@ def tool_call_spec(
         name: the only one that may be called.
         parallel: several calls may be made at once.
         param: the request field that holds the tools.
+        indices: where each of them stands there, if not in this order.
 
     Raises:
         InvalidRequestError: there is no such tool, or a schema of parameters is too large.
     """
     rules: list[str] = []
+    places = [param, param]
     for index, tool in enumerate(tools):
         function = tool["function"]
         if name is not None and function["name"] != name:
             continue
         opening = '{"name": ' + literal(function["name"]) + ', "arguments": '
-        where = f"{param}[{index}].function.parameters"
+        where = f"{param}[{index if indices is None else indices[index]}].function.parameters"
+        places += [where, where]
         parameters = function.get("parameters")
         arguments = lark_schema(_arguments({} if parameters is None else parameters, where), where)
         rules += [f'call_{index}: {literal(opening)} arguments_{index} "}}"', f"arguments_{index}: {arguments}"]
@@ -55,7 +63,7 @@ def tool_call_spec(
     if len(text) > MAX_SCHEMA_LENGTH:
         message = f"The tools have {len(text)} characters together; at most {MAX_SCHEMA_LENGTH} are taken."
         raise InvalidRequestError(message, param=param)
-    return GrammarSpec("lark", text, param, is_plain(text))
+    return GrammarSpec("lark", text, param, is_plain(text), places=tuple(places))
 
 
 def _arguments(schema: object, param: str) -> dict[str, Any]:

@@ -156,6 +156,17 @@ async def test_a_schema_that_no_grammar_can_hold_names_the_tools() -> None:
         assert (await server.client.post(CHAT, json=body)).status_code == 200
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "bad"}}])
+async def test_of_several_tools_the_one_at_fault_is_named(choice: Any) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "bad", "parameters": bad}}]
+    async with open_server() as server:
+        answer = await server.client.post(CHAT, json=chat_body(tools=tools, tool_choice=choice, max_tokens=5))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tools[2].function.parameters")
+    assert error["message"] == "'tools[2].function.parameters' cannot be used: Invalid type: nonsense."
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "heat"}])
 async def test_anthropics_form(choice: Any) -> None:
     tools = [{"name": "heat", "input_schema": UNIT}, {"name": "rest", "input_schema": {"type": "object"}}]

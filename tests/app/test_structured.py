@@ -206,3 +206,25 @@ def test_a_regex_ends_behind_its_last_escape() -> None:
         with pytest.raises(InvalidRequestError, match="'guided_regex' ends with a backslash"):
             read_grammar({"guided_regex": regex})
     assert read_grammar({"guided_regex": "a\\\\"}) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"guided_regex": "(?=x" + "y" * 500},
+            "'guided_regex' cannot be used: invalid regex \"(?=x" + "y" * 36 + '…" (in regex): regex parse error: '
+            "look-around, including look-ahead and look-behind, is not supported.",
+        ),
+        (
+            {"guided_grammar": "root ::= [z-a]"},  # whose place would be one in what it was converted to
+            "'guided_grammar' cannot be used: invalid regex \"[z-a]\" (in regex): regex parse error: "
+            "invalid character class range, the start must be <= the end.",
+        ),
+        ({"guided_grammar": "start: foo"}, "'guided_grammar' cannot be used: at 1(8): unknown name: \"foo\"."),
+    ],
+)
+async def test_what_cannot_be_used_is_said_without_texts_that_nobody_sent(fields: dict[str, Any], message: str) -> None:
+    async with open_server() as server:
+        answer = await server.client.post(CHAT, json=chat_body(max_tokens=5, **fields))
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)

@@ -131,7 +131,7 @@ def _load_arguments(text: str) -> Any:
         return {}
     try:
         value = from_json(text, allow_inf_nan=False)
-    except ValueError:
+    except (ValueError, TypeError):  # the latter where a half of a surrogate pair stands in it
         return text
     fits = isinstance(value, dict) and depth(value) <= MAX_TOOL_DEPTH and find_non_finite(value) is None
     return value if fits else text

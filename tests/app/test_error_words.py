@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from app.api.messages import parse_messages
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, open_server
 
 SAID: list[tuple[str, dict[str, Any], str]] = [
@@ -39,3 +40,12 @@ async def test_a_whole_number_may_be_written_as_a_float() -> None:
             assert answer.status_code == 200, answer.text
             whole = await server.client.post(path, json=fields | {"max_tokens": 1, "n": 2, "seed": 5})
             assert answer.json()["choices"] == whole.json()["choices"]
+
+
+def test_arguments_with_half_of_a_surrogate_pair_stay_text() -> None:
+    """Whoever plans a body that was not read from JSON may have one in it."""
+    text = '{"city": "\ud83d"}'
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = parse_messages([asked, {"role": "tool", "tool_call_id": "a", "content": "x"}], 100)
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == text

@@ -15,7 +15,7 @@ import torch
 from engine.errors import ConstraintError
 from engine.logprobs import ModelLogits
 from engine.penalties import Penalties
-from engine.sampler import sample
+from engine.sampler import sample, sample_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from engine.batch import TokenLogprobs
     from engine.constraint import ConstraintState
-    from engine.sampler import SamplingRows
+    from engine.sampler import SampleRows, SamplingRows
     from engine.sequence import SamplingParams
 
     Ints = NDArray[np.int64]
@@ -138,7 +138,14 @@ class Extras:
         return forced
 
 
-def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], seats: Ints, positions: Ints) -> Drawn:
+def draw(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    extras: dict[int, Extras],
+    seats: Ints,
+    positions: Ints,
+    choose: SampleRows = sample_rows,
+) -> Drawn:
     """Draw a token for each row.
 
     Args:
@@ -147,10 +154,11 @@ def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], se
         extras: by seat; seats without need none.
         seats: [R], each row's line of `rows`.
         positions: [R], where the drawn tokens will stand in their sequences.
+        choose: `sample_rows`, or what does the same.
     """
     asking = [(row, seat, extras[seat]) for row, seat in enumerate(seats.tolist()) if seat in extras] if extras else []
     if not asking:
-        token_ids = sample(logits, rows, seats, positions)
+        token_ids = sample(logits, rows, seats, positions, choose)
         return Drawn(token_ids, failures=_broken(token_ids))
     telling = [row for row, _, extra in asking if extra.num_logprobs is not None]
     own = ModelLogits(logits, telling) if telling else None
@@ -166,7 +174,7 @@ def draw(logits: torch.Tensor, rows: SamplingRows, extras: dict[int, Extras], se
         except ConstraintError as error:
             failures[row] = error.cause
     rows.stops_from[exempt] = 0  # for this draw alone
-    token_ids = sample(logits, rows, seats, positions)
+    token_ids = sample(logits, rows, seats, positions, choose)
     rows.stops_from[:] = stops_from
     failures = _broken(token_ids) | failures
     for row, _, extra in asking:

@@ -12,7 +12,9 @@ import torch
 from engine.batch import ScheduledBatch, Seated, StepOutput
 from engine.drawing import NOT_A_NUMBER, Drawn, draw
 from engine.input_batch import InputBatch, StepInputs
+from engine.models.native_llama import NativeLlama
 from engine.precision import Model, Precision, choose_precision
+from engine.sampler import sample_rows
 from engine.sequence import SamplingParams
 from engine.stopwatch import Stopwatch
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from engine.cache_spec import CacheSpec
     from engine.loading.checkpoint import Checkpoint
+    from engine.sampler import SampleRows
 
 WARM_UP_TOKENS = 32
 
@@ -63,6 +66,7 @@ class ModelRunner:
         self._block_size = block_size
         self._silent_ids = torch.tensor(silent_ids, dtype=torch.int64)
         self._watch = Stopwatch()
+        self._sample_rows: SampleRows = sample_rows
         self.kv_caches: list[torch.Tensor] = []
         self._rows: InputBatch
 
@@ -91,6 +95,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             block_size=self._block_size,
         )
+        self._sample_rows = self.model.sample_rows if isinstance(self.model, NativeLlama) else sample_rows
 
     @torch.inference_mode()
     def allocate_cache(self, num_blocks: int) -> None:
@@ -178,7 +183,7 @@ class ModelRunner:
             logits.index_fill_(-1, self._silent_ids, -math.inf)
         seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
         self._watch.start()
-        drawn = draw(logits, self._rows.sampling, self._rows.extras, seats, positions)
+        drawn = draw(logits, self._rows.sampling, self._rows.extras, seats, positions, self._sample_rows)
         self._rows.append(seats, positions, drawn.token_ids, drawn.forced)
         self._watch.lap("sampling")
         return drawn.placed(rows, len(batch))

@@ -15,11 +15,16 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from engine.sequence import SamplingParams
 
     Ints = NDArray[np.int64]
+    Floats = NDArray[np.float32]
+    Doubles = NDArray[np.float64]
+    SampleRows = Callable[[torch.Tensor, Floats, Ints, Doubles, Floats, Doubles], Ints]
 
 # A nucleus nearly always lies within so many tokens; where it does not, the row is sorted in full.
 FIRST_CANDIDATES = 256
@@ -56,36 +61,56 @@ class SamplingRows:
         self.stop_ids[seat] = np.array(stop_ids, dtype=np.int64)
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows, seats: Ints, positions: Ints) -> Ints:
+def sample_rows(
+    logits: torch.Tensor, temperature: Floats, top_k: Ints, top_p: Doubles, min_p: Floats, noise: Doubles
+) -> Ints:
+    """Choose a token for each row: the plain version of kernels/native/sampling.h.
+
+    Args:
+        logits: [R, V] float32.
+        temperature: [R]; 0 takes the likeliest token.
+        top_k: [R]; 0 keeps all.
+        top_p: [R]; 1 keeps all.
+        min_p: [R]; 0 keeps all.
+        noise: [R] in [0, 1).
+
+    Returns:
+        [R] token ids; -1 where the logits are no numbers or none is above -inf.
+    """
+    best, greedy = logits.max(dim=-1)  # NaN wins over every number
+    token_ids: Ints = greedy.numpy().copy()
+    drawn = np.flatnonzero(temperature > 0)
+    if len(drawn) > 0:
+        chosen = torch.from_numpy(drawn)
+        scaled = logits[chosen].sub_(best[chosen, None]).div_(torch.from_numpy(temperature[drawn])[:, None])
+        probabilities = torch.softmax(scaled, dim=-1)
+        keep_likely(probabilities, top_k[drawn], top_p[drawn], min_p[drawn])
+        token_ids[drawn] = pick(probabilities, noise[drawn])
+    token_ids[~torch.isfinite(best).numpy()] = -1
+    return token_ids
+
+
+def sample(
+    logits: torch.Tensor, rows: SamplingRows, seats: Ints, positions: Ints, choose: SampleRows = sample_rows
+) -> Ints:
     """Draw a token for each row.
 
     Args:
         logits: [R, V] float32; overwritten.
         seats: [R], each row's line of `rows`.
         positions: [R], where the drawn tokens will stand in their sequences.
+        choose: `sample_rows`, or what does the same.
 
     Returns:
         [R] token ids; -1 where the logits are no numbers or no token may be drawn.
     """
     for row in np.flatnonzero(positions < rows.stops_from[seats]).tolist():
         logits[row, torch.from_numpy(rows.stop_ids[seats[row]])] = -math.inf
-    best, greedy = logits.max(dim=-1)  # NaN wins over every number
-    token_ids: Ints = greedy.numpy().copy()
-    drawn = np.flatnonzero(rows.temperature[seats] > 0)
-    if len(drawn) > 0:
-        chosen = torch.from_numpy(drawn)
-        lines = seats[drawn]
-        scaled = logits[chosen].sub_(best[chosen, None]).div_(torch.from_numpy(rows.temperature[lines])[:, None])
-        probabilities = torch.softmax(scaled, dim=-1)
-        keep_likely(probabilities, rows.top_k[lines], rows.top_p[lines], rows.min_p[lines])
-        token_ids[drawn] = pick(probabilities, uniform(rows.key[lines], positions[drawn]))
-    token_ids[~torch.isfinite(best).numpy()] = -1
-    return token_ids
+    noise = uniform(rows.key[seats], positions)
+    return choose(logits, rows.temperature[seats], rows.top_k[seats], rows.top_p[seats], rows.min_p[seats], noise)
 
 
-def keep_likely(
-    probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.float64], min_p: NDArray[np.float32]
-) -> None:
+def keep_likely(probabilities: torch.Tensor, top_k: Ints, top_p: Doubles, min_p: Floats) -> None:
     """Set what top-k, top-p and min-p drop to zero, in place; nothing is rescaled.
 
     Args:
@@ -132,7 +157,7 @@ def least_kept(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     return least
 
 
-def pick(probabilities: torch.Tensor, noise: NDArray[np.float64]) -> Ints:
+def pick(probabilities: torch.Tensor, noise: Doubles) -> Ints:
     """Invert the cumulative distribution: [R, V] float32 of any scale, noise [R] in [0, 1) → [R] token ids."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -149,7 +174,7 @@ def noise_key(seed: int, choice_index: int) -> np.uint64:
     return np.uint64(mix(key ^ (words[1:] * GOLDEN_RATIO))[0])
 
 
-def uniform(key: NDArray[np.uint64], positions: Ints) -> NDArray[np.float64]:
+def uniform(key: NDArray[np.uint64], positions: Ints) -> Doubles:
     """Numbers in [0, 1), a multiple of 2⁻⁵³ each, from keys [R] and positions [R]."""
     mixed = mix(key + positions.astype(np.uint64) * GOLDEN_RATIO)
     return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)

@@ -264,6 +264,7 @@ def _declare(calls: ctypes.CDLL) -> None:
         "relevo_forward": (c_int, [pointer, pointer, POINTER(c_double)]),
         "relevo_dot_rate": (c_double, [pointer]),
         "relevo_logits": (c_int, [pointer, pointer, number, pointer, POINTER(c_double)]),
+        "relevo_sample": (c_int, [pointer, pointer, number, number, *[pointer] * 6]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(calls, name)

@@ -15,6 +15,8 @@ from kernels.native import PARTS, LayerStruct, Library, ModelStruct, PackedMatri
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from numpy.typing import NDArray
+
     from engine.models.config import ModelConfig
     from engine.models.llama import ModelInputs
 
@@ -155,6 +157,36 @@ class NativeLlama:
         calls = self._library.calls
         check(calls.relevo_logits(self._engine, hidden.data_ptr(), len(hidden), out.data_ptr(), self._seconds))
         return out
+
+    def sample_rows(
+        self,
+        logits: torch.Tensor,
+        temperature: NDArray[np.float32],
+        top_k: NDArray[np.int64],
+        top_p: NDArray[np.float64],
+        min_p: NDArray[np.float32],
+        noise: NDArray[np.float64],
+    ) -> NDArray[np.int64]:
+        """As `engine.sampler.sample_rows`, which may differ where the noise is within rounding of a border.
+
+        Raises:
+            MemoryError: there is none to note what the vocabulary weighs.
+        """
+        num_rows, size = logits.shape
+        columns = (
+            np.ascontiguousarray(temperature, dtype=np.float32),
+            np.ascontiguousarray(top_k, dtype=np.int64),
+            np.ascontiguousarray(top_p, dtype=np.float64),
+            np.ascontiguousarray(min_p, dtype=np.float32),
+            np.ascontiguousarray(noise, dtype=np.float64),
+            np.empty(num_rows, dtype=np.int64),
+        )
+        if logits.dtype != torch.float32 or any(column.shape != (num_rows,) for column in columns):
+            raise ValueError(f"expected float32 [R, V] and columns [R], not {logits.dtype} {list(logits.shape)}")
+        logits = logits.contiguous()
+        addresses = [column.ctypes.data for column in columns]
+        check(self._library.calls.relevo_sample(self._engine, logits.data_ptr(), num_rows, size, *addresses))
+        return columns[-1]
 
     def take_seconds(self) -> dict[str, float]:
         """Where the time went since the last call of this, by `PARTS`; waiting for other threads included."""

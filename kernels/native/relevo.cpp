@@ -109,4 +109,10 @@ int relevo_logits(Engine* engine, const float* hidden, int32_t count, float* out
     return guarded([&] { engine->logits(hidden, count, out, seconds); });
 }
 
+// As `sample_rows` in engine/sampler.py: logits [count, size], the other arguments and `token_ids` [count].
+int relevo_sample(Engine* engine, const float* logits, int32_t count, int32_t size, const float* temperature, const int64_t* top_k,
+                  const double* top_p, const float* min_p, const double* noise, int64_t* token_ids) {
+    return guarded([&] { engine->sample(logits, count, size, {temperature, top_k, top_p, min_p, noise}, token_ids); });
+}
+
 }  // extern "C"

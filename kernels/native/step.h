@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "matrix.h"
+#include "sampling.h"
 #include "threads.h"
 
 // Norms are [hidden_size] floats. Pieces of `gate_up` alternate: 32 rows of gate, the same 32 of up.
@@ -87,6 +88,15 @@ class Engine {
                 });
             });
             clock.spent(HEAD);
+        });
+    }
+
+    // Choose a token for each row of logits [num_rows, size], a row a thread.
+    void sample(const float* logits, int num_rows, int size, const Drawings& drawings, int64_t* token_ids) {
+        samplers_.resize(threads_.count());
+        for (RowSampler& sampler : samplers_) sampler.make_room(size);
+        threads_.run([&](int thread) {
+            threads_.share(num_rows, [&](int row) { token_ids[row] = samplers_[thread].choose(logits + size_t(row) * size, size, drawings[row]); });
         });
     }
 
@@ -307,4 +317,5 @@ class Engine {
     std::vector<Partial> partials_;
     std::vector<std::atomic<int>> done_;
     std::vector<AttentionScratch> scratch_;
+    std::vector<RowSampler> samplers_;
 };

@@ -169,7 +169,7 @@ class ModelRunner:
             rows.apply(batch)
             seated, new_blocks = (), ()
             hidden = self.model.forward(rows.prepare(batch).model, kv_caches)
-            yield start, self.model.logits(hidden)
+            yield start, self.model.logits(hidden).clone()
 
     def _draw(self, batch: ScheduledBatch, inputs: StepInputs, hidden: torch.Tensor) -> Drawn:
         """Draw for the rows of the batch that sample, and write the tokens down; hidden is [N, E]."""

@@ -79,6 +79,7 @@ class NativeLlama:
             self._read_bytes -= embedding.tiles.nbytes  # of it a step reads a row a token
             head = self._pack(self._blocks(parts.pop("lm_head.weight")))
         self._head_rows = head.rows
+        self._scores = torch.empty(0, head.rows)
         self._struct = ModelStruct(
             layers=layers,
             norm=norm,
@@ -151,9 +152,14 @@ class NativeLlama:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of every token of the vocabulary: [R, hidden_size] → [R, vocab_size] float32."""
+        """Scores of every token of the vocabulary: [R, hidden_size] → [R, vocab_size] float32.
+
+        The next call writes to the same memory: fresh memory would cost a step as much as drawing from it.
+        """
         hidden = hidden.contiguous()
-        out = torch.empty(len(hidden), self._head_rows)
+        if len(self._scores) < len(hidden):
+            self._scores = torch.empty(len(hidden), self._head_rows)
+        out = self._scores[: len(hidden)]
         calls = self._library.calls
         check(calls.relevo_logits(self._engine, hidden.data_ptr(), len(hidden), out.data_ptr(), self._seconds))
         return out

@@ -20,21 +20,58 @@ constexpr int MAX_QUERIES = 64;
 struct Pages {
     const Half* cache;
     const int64_t* table;
-    int kv_heads, head, block_size, head_size;
+    int kv_heads, block_size, head_size;
+    int num_keys;  // of the sequence
 
-    const Half* at(int side, int position) const {
-        const int64_t block = table[position / block_size];
-        const int64_t line = ((block * 2 + side) * kv_heads + head) * block_size + position % block_size;
-        return cache + line * head_size;
-    }
+    size_t block_elements() const { return size_t(2) * kv_heads * block_size * head_size; }
 
-    // Fetch some positions that are wanted next; each block is a jump that the processor cannot foresee.
-    void prefetch(int side, int position, int count) const {
-        for (int i = 0; i < count; i++) {
-            const Half* line = at(side, position + i);
-            for (int d = 0; d < head_size; d += 64 / static_cast<int>(sizeof(Half))) __builtin_prefetch(line + d);
+    // Call `use(i, line)` with the keys (side 0) or values (side 1) of a head for `count` positions from `first` on.
+    template <class Use>
+    void lines(int side, int head, int first, int count, Use use) const {
+        int block = first / block_size, offset = first % block_size;
+        for (int i = 0; i < count; block++, offset = 0) {
+            const Half* line = cache + table[block] * block_elements() + ((size_t(side) * kv_heads + head) * block_size + offset) * head_size;
+            for (; offset < block_size && i < count; offset++, i++, line += head_size) use(i, line);
         }
     }
+};
+
+// Asks for blocks in the order of memory, some lines at a time between pieces of arithmetic.
+//
+// Blocks lie scattered, which the processor does not foresee; a whole block is one long run, which memory is fastest at.
+class Ahead {
+  public:
+    static constexpr int LINE = 64 / sizeof(Half);
+
+    // All heads' keys and values from position `first` on, as many as a span has, in about `steps` steps.
+    void aim(const Pages& pages, int first, int steps) {
+        pages_ = &pages;
+        block_ = first / pages.block_size;
+        end_ = (std::min(first + SPAN, pages.num_keys) + pages.block_size - 1) / pages.block_size;
+        left_ = 0;
+        const int lines = std::max(0, end_ - block_) * static_cast<int>(pages.block_elements() / LINE);
+        per_step_ = lines / std::max(steps, 1) + 1;
+    }
+
+    void step() {
+        for (int wanted = per_step_; wanted > 0;) {
+            if (left_ == 0) {
+                if (block_ >= end_) return;
+                at_ = pages_->cache + pages_->table[block_++] * pages_->block_elements();
+                left_ = static_cast<int>(pages_->block_elements() / LINE);
+            }
+            const int count = std::min(wanted, left_);
+            for (int i = 0; i < count; i++) __builtin_prefetch(at_ + i * LINE, 0, 2);
+            at_ += count * LINE;
+            left_ -= count;
+            wanted -= count;
+        }
+    }
+
+  private:
+    const Pages* pages_ = nullptr;
+    const Half* at_ = nullptr;
+    int left_ = 0, block_ = 0, end_ = 0, per_step_ = 0;
 };
 
 // A softmax in the making: sum of exponentials relative to the largest score, and the values weighted by them.
@@ -142,8 +179,8 @@ struct AttentionScratch {
 // Attend to one span of keys for `count` queries of one key head, at most MAX_QUERIES.
 //
 // Query i sees keys [start, start + num_keys[i]), num_keys[i] <= SPAN; its partial means nothing where that is 0.
-inline void attend_span(
-    const Pages& pages, int start, const float* const* queries, const int* num_keys, int count, AttentionScratch& scratch, Partial* out) {
+inline void attend_span(const Pages& pages, int head, int start, const float* const* queries, const int* num_keys, int count,
+                        AttentionScratch& scratch, Partial* out, Ahead& ahead) {
     int most = 0;
     for (int i = 0; i < count; i++) most = std::max(most, num_keys[i]);
     const bool widen = count > simd::QUERIES;
@@ -154,8 +191,9 @@ inline void attend_span(
         for (int k = 0; k < most; k += STRIP) {
             const int size = std::min(STRIP, most - k);
             const Half* lines[STRIP];
-            for (int i = 0; i < STRIP; i++) lines[i] = pages.at(side, start + std::min(k + i, most - 1));
-            pages.prefetch(side, start + k + STRIP, std::min(STRIP, most - k - STRIP));
+            pages.lines(side, head, start + k, size, [&](int i, const Half* line) { lines[i] = line; });
+            for (int i = size; i < STRIP; i++) lines[i] = lines[size - 1];
+            ahead.step();
             if (!widen) {
                 use(k, size, lines);
                 continue;
@@ -214,22 +252,36 @@ inline void attend_span(
     });
 }
 
-// The causal attention of neighbouring tokens of one sequence under one key head.
+// The causal attention of neighbouring tokens of one sequence under neighbouring key heads, tokens * heads * group of them
+// at most MAX_QUERIES.
 //
-// Args: position: of the first token. queries: [tokens][stride], `group` heads of head_size each, scaled already.
-// finish(token, sums): takes the `group` finished partials of each token.
+// Args: position: of the first token. queries: [tokens][stride], from the first head's on, scaled already; `group` of each
+// key head. next: what will be attended to afterwards, or null.
+// finish(token, head, sums): takes the `group` finished partials of each token and head.
 template <class Finish>
-inline void attend(
-    const Pages& pages, int position, int tokens, const float* queries, int stride, int group, AttentionScratch& scratch, Finish finish) {
+inline void attend(const Pages& pages, int first_head, int heads, int position, int tokens, const float* queries, int stride, int group,
+                   AttentionScratch& scratch, const Pages* next, Finish finish) {
     const float* lines[MAX_QUERIES];
     int num_keys[MAX_QUERIES];
-    const int count = tokens * group;
-    for (int i = 0; i < count; i++) lines[i] = queries + static_cast<size_t>(i / group) * stride + (i % group) * pages.head_size;
-    for (int start = 0; start < position + tokens; start += SPAN) {
-        for (int i = 0; i < count; i++) num_keys[i] = std::clamp(position + i / group + 1 - start, 0, SPAN);
-        attend_span(pages, start, lines, num_keys, count, scratch, start == 0 ? scratch.sums : scratch.span);
-        for (int i = 0; start > 0 && i < count; i++)
-            if (num_keys[i] > 0) merge(scratch.sums[i], scratch.span[i], pages.head_size);
+    const int count = tokens * group, end = position + tokens;
+    Ahead ahead;
+    for (int start = 0; start < end; start += SPAN) {
+        const int steps = 2 * heads * ((std::min(SPAN, end - start) + STRIP - 1) / STRIP);
+        if (start + SPAN < end)
+            ahead.aim(pages, start + SPAN, steps);
+        else if (next != nullptr)
+            ahead.aim(*next, 0, steps);
+        for (int head = 0; head < heads; head++) {
+            for (int i = 0; i < count; i++) {
+                lines[i] = queries + static_cast<size_t>(i / group) * stride + (head * group + i % group) * pages.head_size;
+                num_keys[i] = std::clamp(position + i / group + 1 - start, 0, SPAN);
+            }
+            Partial *sums = scratch.sums + head * count, *span = start == 0 ? sums : scratch.span;
+            attend_span(pages, first_head + head, start, lines, num_keys, count, scratch, span, ahead);
+            for (int i = 0; start > 0 && i < count; i++)
+                if (num_keys[i] > 0) merge(sums[i], span[i], pages.head_size);
+        }
     }
-    for (int token = 0; token < tokens; token++) finish(token, scratch.sums + token * group);
+    for (int head = 0; head < heads; head++)
+        for (int token = 0; token < tokens; token++) finish(token, first_head + head, scratch.sums + head * count + token * group);
 }

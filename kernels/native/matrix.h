@@ -35,12 +35,15 @@ struct Matrix {
     }
 };
 
-// Rows of activations as bytes: value = code * scale of its group. sums[g] = scale * sum of the group's codes.
+// Rows of activations as bytes: value = code * scale of its group; `sums` has scale * sum of the group's codes.
+//
+// codes are [rows, cols], scales and sums [groups, stride] with a column for each row: threads that quantize different
+// groups write to different cache lines.
 struct Activations {
     int8_t* codes;
     float* scales;
     float* sums;
-    int cols;
+    int cols, stride;
 
     int num_groups() const { return cols / GROUP; }
 
@@ -58,7 +61,7 @@ struct Activations {
         int8_t* out = codes + static_cast<size_t>(row) * cols + group * GROUP;
         int total = 0;
         for (int i = 0; i < GROUP; i += LANES) total += simd::store_codes(out + i, simd::mul(simd::load(values + i), inverse));
-        const size_t at = static_cast<size_t>(row) * num_groups() + group;
+        const size_t at = static_cast<size_t>(group) * stride + row;
         scales[at] = scale;
         sums[at] = scale * static_cast<float>(total);
     }
@@ -109,8 +112,6 @@ inline void multiply_tile(const Matrix& w, const uint8_t* tile, const Activation
     const int groups = a.num_groups();
     const Half* scales = w.tile_scales(tile);
     const int8_t* codes = a.codes + static_cast<size_t>(first) * a.cols;
-    const float* row_scales = a.scales + static_cast<size_t>(first) * groups;
-    const float* row_sums = a.sums + static_cast<size_t>(first) * groups;
     Floats sums[M];
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) sums[m] = simd::zero();
@@ -124,9 +125,9 @@ inline void multiply_tile(const Matrix& w, const uint8_t* tile, const Activation
         for (int m = 0; m < M; m++) {
             const int8_t* x = codes + static_cast<size_t>(m) * a.cols + g * GROUP;
             const Floats dot = KIND == NIBBLES ? simd::dot_nibbles(codes_of_weights, x) : simd::dot_bytes(codes_of_weights, x);
-            const size_t at = static_cast<size_t>(m) * groups + g;
-            sums[m] = simd::fma(dot, simd::mul(scale, simd::all(row_scales[at])), sums[m]);
-            if (KIND == NIBBLES) sums[m] = simd::fma(simd::load(s + LANES), simd::all(row_sums[at]), sums[m]);
+            const size_t at = static_cast<size_t>(g) * a.stride + first + m;
+            sums[m] = simd::fma(dot, simd::mul(scale, simd::all(a.scales[at])), sums[m]);
+            if (KIND == NIBBLES) sums[m] = simd::fma(simd::load(s + LANES), simd::all(a.sums[at]), sums[m]);
         }
     }
 #pragma GCC unroll 16

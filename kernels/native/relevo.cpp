@@ -10,7 +10,7 @@ struct Quantized {
     Activations view;
 
     Quantized(const float* x, int count, int cols)
-        : codes(size_t(count) * cols), scales(size_t(count) * cols / GROUP), sums(scales.size()), view{codes.data(), scales.data(), sums.data(), cols} {
+        : codes(size_t(count) * cols), scales(size_t(count) * cols / GROUP), sums(scales.size()), view{codes.data(), scales.data(), sums.data(), cols, count} {
         for (int row = 0; row < count; row++)
             for (int g = 0; g < cols / GROUP; g++) view.put(row, g, x + size_t(row) * cols + g * GROUP);
     }
@@ -26,17 +26,17 @@ void attend_row(const Heads& heads, const float* queries, const Half* cache, con
     const int group = heads.count / heads.kv, stride = heads.count * heads.size, most = std::max(1, std::min(16, MAX_QUERIES / group));
     std::vector<float> scaled(queries + first * stride, queries + last * stride);
     for (float& x : scaled) x *= 1.0f / std::sqrt(static_cast<float>(heads.size));
-    for (int head = 0; head < heads.kv; head++) {
-        const Pages pages{cache, table, heads.kv, head, heads.block_size, heads.size};
+    const Pages pages{cache, table, heads.kv, heads.block_size, heads.size, static_cast<int>(seq_len)};
+    for (int head = 0; head < heads.kv; head++)
         for (int token = 0; token < last - first; token += most) {
             const int position = static_cast<int>(seq_len - (last - first)) + token, tokens = std::min(most, static_cast<int>(last - first) - token);
-            attend(pages, position, tokens, scaled.data() + size_t(token) * stride + head * group * heads.size, stride, group, *scratch, [&](int i, const Partial* sums) {
+            const float* lines = scaled.data() + size_t(token) * stride + head * group * heads.size;
+            attend(pages, head, 1, position, tokens, lines, stride, group, *scratch, nullptr, [&](int i, int, const Partial* sums) {
                 for (int g = 0; g < group; g++)
                     for (int d = 0; d < heads.size; d++)
                         out[size_t(first + token + i) * stride + (head * group + g) * heads.size + d] = sums[g].values[d] / sums[g].total;
             });
         }
-    }
 }
 
 template <class Work>

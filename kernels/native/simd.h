@@ -127,7 +127,7 @@ inline Floats dot_bytes(const Codes& w, const int8_t* a) {
 
 constexpr const char* NAME = "AVX2";
 constexpr int LANES = 8;
-constexpr int ROWS = 4;
+constexpr int ROWS = 8;
 constexpr int QUERIES = 3;
 using Floats = __m256;
 

@@ -42,11 +42,11 @@ class Engine {
   public:
     Engine(const Model& model, int num_threads, int max_tokens)
         : model_(model), threads_(num_threads), score_scale_(1.0f / std::sqrt(static_cast<float>(model.head_size))), scratch_(num_threads) {
-        const size_t n = max_tokens, attended = static_cast<size_t>(model.num_heads) * model.head_size;
-        queries_.resize(n * attended);
-        hidden_in_ = room(n, model.hidden_size);
-        attended_ = room(n, attended);
-        inner_ = room(n, model.inner_size);
+        const int attended = model.num_heads * model.head_size;
+        queries_ = room<float>(size_t(max_tokens) * attended);
+        hidden_in_ = activations(max_tokens, model.hidden_size);
+        attended_ = activations(max_tokens, attended);
+        inner_ = activations(max_tokens, model.inner_size);
     }
 
     // Whether all that a step names is there: a wrong index would be a write to somebody else's memory.
@@ -126,9 +126,13 @@ class Engine {
     }
 
   private:
-    // A row's tokens under one key head, or, `span` >= 0, one span of a single token's keys.
+    struct alignas(64) Line {
+        char bytes[64];
+    };
+
+    // Some of a row's tokens under some key heads; or, `span` >= 0, one span of a single token's keys under one head.
     struct Task {
-        int row, head, token, num_tokens, span, slot;
+        int row, head, num_heads, token, num_tokens, span, slot;
     };
 
     class Clock {
@@ -147,29 +151,43 @@ class Engine {
         std::chrono::steady_clock::time_point last_;
     };
 
-    Activations room(size_t rows, int cols) {
-        codes_.emplace_back(rows * cols);
-        scales_.emplace_back(rows * cols / GROUP);
-        sums_.emplace_back(rows * cols / GROUP);
-        return {codes_.back().data(), scales_.back().data(), sums_.back().data(), cols};
+    // Zeroed memory that begins with a cache line: what two threads write must not share one.
+    template <class Number>
+    Number* room(size_t count) {
+        const size_t lines = (count * sizeof(Number) + sizeof(Line) - 1) / sizeof(Line);
+        memory_.push_back(std::make_unique<Line[]>(lines));
+        return reinterpret_cast<Number*>(memory_.back().get());
+    }
+
+    Activations activations(int rows, int cols) {
+        // An odd number of cache lines, or all groups of a row would compete for the same few places in the cache.
+        const int stride = ((rows + 15) / 16 | 1) * 16;
+        const size_t scales = size_t(cols / GROUP) * stride;
+        return {room<int8_t>(size_t(rows) * cols), room<float>(scales), room<float>(scales), cols, stride};
     }
 
     void plan(const Step& step) {
         tasks_.clear();
-        const int group = model_.num_heads / model_.num_kv_heads, most_tokens = std::max(1, std::min(16, MAX_QUERIES / group));
-        // Few rows of one token cannot keep all threads busy: their keys are shared out.
-        const bool split = step.num_rows * model_.num_kv_heads < 4 * threads_.count();
+        const int heads = model_.num_kv_heads, group = model_.num_heads / heads;
+        const int most_tokens = std::max(1, std::min(16, MAX_QUERIES / group)), most_heads = std::min(heads, MAX_QUERIES / group);
+        // Few rows of one token cannot keep all threads busy: their heads and keys are shared out.
+        const bool split = step.num_rows < 4 * threads_.count();
         int num_slots = 0;
         for (int row = 0; row < step.num_rows; row++) {
             const int first = static_cast<int>(step.row_starts[row]), last = static_cast<int>(step.row_starts[row + 1]);
             const int spans = static_cast<int>((step.seq_lens[row] + SPAN - 1) / SPAN);
-            for (int head = 0; head < model_.num_kv_heads; head++) {
-                if (last - first == 1 && split && spans > 1) {
-                    for (int span = 0; span < spans; span++) tasks_.push_back({row, head, first, 1, span, num_slots});
+            if (last - first == 1 && !split) {
+                for (int head = 0; head < heads; head += most_heads)
+                    tasks_.push_back({row, head, std::min(most_heads, heads - head), first, 1, -1, 0});
+                continue;
+            }
+            for (int head = 0; head < heads; head++) {
+                if (last - first == 1) {
+                    for (int span = 0; span < spans; span++) tasks_.push_back({row, head, 1, first, 1, span, num_slots});
                     num_slots += spans;
                 } else {
                     for (int token = first; token < last; token += most_tokens)
-                        tasks_.push_back({row, head, token, std::min(most_tokens, last - token), -1, 0});
+                        tasks_.push_back({row, head, 1, token, std::min(most_tokens, last - token), -1, 0});
                 }
             }
         }
@@ -194,7 +212,7 @@ class Engine {
             });
         });
         clock.spent(PRODUCTS);
-        threads_.share(static_cast<int>(tasks_.size()), [&](int i) { attend_to(step, step.caches[index], tasks_[i], scratch_[thread]); });
+        threads_.share(static_cast<int>(tasks_.size()), [&](int i) { attend_to(step, step.caches[index], i, scratch_[thread]); });
         clock.spent(ATTENTION);
         auto add_to_hidden = [&](int piece) {
             return [&step, hidden_size, piece](int n, const float* values) {
@@ -206,19 +224,26 @@ class Engine {
         clock.spent(PRODUCTS);
         threads_.share(tokens, [&](int n) { normalize(step.hidden + size_t(n) * hidden_size, layer.feed_forward_norm, n); });
         clock.spent(GLUE);
-        threads_.share(layer.gate_up.num_pieces() / 2, [&](int pair) {
-            multiply<2>(layer.gate_up, 2 * pair, hidden_in_, tokens, [&](int n, const float* values) {
-                float gated[PIECE];
-                for (int i = 0; i < PIECE; i += LANES) {
-                    const Floats gate = simd::load(values + i), up = simd::load(values + PIECE + i);
-                    const Floats denominator = simd::add(simd::all(1.0f), simd::exp(simd::sub(simd::zero(), gate)));
-                    simd::store(gated + i, simd::div(simd::mul(gate, up), denominator));
-                }
-                inner_.put(n, pair, gated);
-            });
+        // Two groups at a time: 64 codes are a cache line.
+        const int pairs = layer.gate_up.num_pieces() / 2;
+        threads_.share((pairs + 1) / 2, [&](int two) {
+            for (int pair = 2 * two; pair < std::min(2 * two + 2, pairs); pair++) gate(layer.gate_up, pair, tokens);
         });
         threads_.share(layer.down.num_pieces(), [&](int piece) { multiply<1>(layer.down, piece, inner_, tokens, add_to_hidden(piece)); });
         clock.spent(PRODUCTS);
+    }
+
+    // silu(gate) * up of one group, quantized.
+    void gate(const Matrix& gate_up, int pair, int tokens) {
+        multiply<2>(gate_up, 2 * pair, hidden_in_, tokens, [&](int n, const float* values) {
+            float gated[PIECE];
+            for (int i = 0; i < PIECE; i += LANES) {
+                const Floats x = simd::load(values + i), up = simd::load(values + PIECE + i);
+                const Floats denominator = simd::add(simd::all(1.0f), simd::exp(simd::sub(simd::zero(), x)));
+                simd::store(gated + i, simd::div(simd::mul(x, up), denominator));
+            }
+            inner_.put(n, pair, gated);
+        });
     }
 
     // RMSNorm of one row, quantized into row n of `hidden_in_`.
@@ -255,7 +280,7 @@ class Engine {
         const int size = model_.head_size;
         if (place.kind < 2) x = simd::rotate_pairs(x, simd::load(model_.rotations + step.positions[n] * size + place.element));
         if (place.kind == 0) {
-            float* to = queries_.data() + (size_t(n) * model_.num_heads + place.head) * size + place.element;
+            float* to = queries_ + (size_t(n) * model_.num_heads + place.head) * size + place.element;
             simd::store(to, simd::mul(x, simd::all(score_scale_)));
         } else if (place.kind < 3) {
             const int64_t line = ((step.block_ids[n] * 2 + place.kind - 1) * model_.num_kv_heads + place.head) * model_.block_size + step.offsets[n];
@@ -264,13 +289,25 @@ class Engine {
         }
     }
 
-    void attend_to(const Step& step, const Half* cache, const Task& task, AttentionScratch& scratch) {
+    Pages pages_of(const Step& step, const Half* cache, const Task& task) const {
+        const int64_t* table = step.block_tables + size_t(task.row) * step.table_width;
+        return {cache, table, model_.num_kv_heads, model_.block_size, model_.head_size, static_cast<int>(step.seq_lens[task.row])};
+    }
+
+    void attend_to(const Step& step, const Half* cache, int index, AttentionScratch& scratch) {
+        const Task& task = tasks_[index];
         const int group = model_.num_heads / model_.num_kv_heads, size = model_.head_size, stride = model_.num_heads * size;
-        const Pages pages{cache, step.block_tables + size_t(task.row) * step.table_width, model_.num_kv_heads, task.head, model_.block_size, size};
-        const float* queries = queries_.data() + size_t(task.token) * stride + task.head * group * size;
+        const Pages pages = pages_of(step, cache, task);
+        const float* queries = queries_ + size_t(task.token) * stride + task.head * group * size;
         const int position = static_cast<int>(step.positions[task.token]);
         if (task.span < 0) {
-            attend(pages, position, task.num_tokens, queries, stride, group, scratch, [&](int token, const Partial* sums) { finish(task.token + token, task.head, sums); });
+            // Most likely this thread's next one: others take those between.
+            const size_t later = static_cast<size_t>(index) + threads_.count();
+            Pages next{};
+            if (later < tasks_.size()) next = pages_of(step, cache, tasks_[later]);
+            attend(pages, task.head, task.num_heads, position, task.num_tokens, queries, stride, group, scratch,
+                   later < tasks_.size() && tasks_[later].row != task.row ? &next : nullptr,
+                   [&](int token, int head, const Partial* sums) { finish(task.token + token, head, sums); });
             return;
         }
         const float* lines[MAX_QUERIES];
@@ -281,7 +318,8 @@ class Engine {
             num_keys[i] = std::min(SPAN, position + 1 - start);
         }
         Partial* partials = partials_.data() + size_t(task.slot) * group;
-        attend_span(pages, start, lines, num_keys, group, scratch, partials + size_t(task.span) * group);
+        Ahead none;
+        attend_span(pages, task.head, start, lines, num_keys, group, scratch, partials + size_t(task.span) * group, none);
         // Whoever comes last puts the spans together, in their order.
         if (done_[task.slot].fetch_add(1, std::memory_order_acq_rel) + 1 < num_spans) return;
         done_[task.slot].store(0, std::memory_order_relaxed);
@@ -309,9 +347,8 @@ class Engine {
     const Model& model_;
     Threads threads_;
     const float score_scale_;
-    std::vector<std::vector<int8_t>> codes_;
-    std::vector<std::vector<float>> scales_, sums_;
-    std::vector<float> queries_;
+    std::vector<std::unique_ptr<Line[]>> memory_;
+    float* queries_ = nullptr;
     Activations hidden_in_{}, attended_{}, inner_{};
     std::vector<Task> tasks_;
     std::vector<Partial> partials_;

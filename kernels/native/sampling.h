@@ -51,14 +51,18 @@ class RowSampler {
         num_groups_ = (size + TOKENS - 1) / TOKENS;
         const Best best = likeliest(logits, size);
         if (best.token < 0 || !(drawing.temperature > 0)) return best.token;
+        if (std::isinf(drawing.temperature)) return -1;  // it would make weights that are no numbers
         const double total = weigh(logits, size, best.logit, drawing.temperature);
-        if (!(total >= 1)) return -1;  // a temperature that is no number
         const float least = std::min(1.0f, std::max(drawing.min_p, least_kept(size, total, drawing)));
         return least > 0 ? pick(kept_sums(least), least, drawing.noise) : pick(sums_.data(), least, drawing.noise);
     }
 
   private:
     using Floats = simd::Floats;
+    // The compiler makes of these what the processor has, be it two instructions.
+    using Four = float __attribute__((vector_size(16)));
+    using FourFlags = int32_t __attribute__((vector_size(16)));
+    using FourDoubles = double __attribute__((vector_size(32)));
     static constexpr int LANES = simd::LANES;
     static constexpr int TOKENS = 64;  // of a group
     static constexpr int DIGIT = 10;   // bits; three make up a float between 0 and 1
@@ -126,11 +130,7 @@ class RowSampler {
                 most = simd::max(most, weight);
             }
             largest_[group] = simd::largest(most);
-            double lanes[8] = {};
-            for (int i = 0; i < TOKENS; i += 8)
-                for (int lane = 0; lane < 8; lane++) lanes[lane] += weights[i + lane];
-            sums_[group] = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-            total += sums_[group];
+            total += sums_[group] = sum_from(weights, 0);
         }
         return total;
     }
@@ -210,13 +210,28 @@ class RowSampler {
 
     // Each group's sum of what is kept.
     const double* kept_sums(float least) {
-        for (int group = 0; group < num_groups_; group++) {
-            double sum = 0;
-            if (largest_[group] >= least)
-                for (int i = group * TOKENS; i < (group + 1) * TOKENS; i++) sum += weights_[i] >= least ? weights_[i] : 0.0f;
-            kept_[group] = sum;
-        }
+        for (int group = 0; group < num_groups_; group++)
+            kept_[group] = largest_[group] >= least ? sum_from(weights_.data() + group * TOKENS, least) : 0;
         return kept_.data();
+    }
+
+    // The sum of those of a group's weights that are at least `least`.
+    static double sum_from(const float* weights, float least) {
+        const Four bound = {least, least, least, least};
+        FourDoubles even = {}, odd = {};
+        for (int i = 0; i < TOKENS; i += 8) {
+            add_kept(even, weights + i, bound);
+            add_kept(odd, weights + i + 4, bound);
+        }
+        even += odd;
+        return (even[0] + even[1]) + (even[2] + even[3]);
+    }
+
+    static void add_kept(FourDoubles& sum, const float* weights, const Four& bound) {
+        Four x;
+        std::memcpy(&x, weights, sizeof x);
+        const FourFlags is_kept = x >= bound;
+        sum += __builtin_convertvector(reinterpret_cast<Four>(reinterpret_cast<FourFlags>(x) & is_kept), FourDoubles);
     }
 
     // Where the running sum of the kept passes `noise`, a share of all of it.

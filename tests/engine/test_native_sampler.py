@@ -16,6 +16,7 @@ from engine.models.native_llama import NativeLlama
 from engine.precision import kernels_dir
 from engine.sampler import SamplingRows, sample, sample_rows
 from engine.sequence import SamplingParams
+from kernels import build as building
 from kernels.native import BuildError, load
 from tests.engine.test_sampler import DRAWS, probabilities_of
 from tests.fake_checkpoint import GREEDY, Table, make_checkpoint, make_runner
@@ -189,6 +190,18 @@ def test_a_neighbour_changes_no_draw(model: NativeLlama) -> None:
         assert model.sample_rows(logits[i : i + 1], *columns.take([i])) == crowd[i]
     order = [8, 2, 5, 0, 7, 1, 3, 6, 4]
     assert model.sample_rows(logits[order], *columns.take(order)).tolist() == crowd[order].tolist()
+
+
+def test_the_plain_form_draws_the_same(model: NativeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a processor without vectors computes: the same operations in the same order."""
+    flags = tuple(flag.replace("-O3", "-O1") for flag in building.FLAGS if "march" not in flag)
+    monkeypatch.setattr(building, "FLAGS", flags)
+    plain, source = make_model(1), np.random.default_rng(8)
+    for kind in KINDS:
+        logits = make_logits(kind, 12, 1000, source)
+        asked = [(0.8, 0, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 30, 1.0, 0.01), (0.5, 500, 0.8, 0.0)]
+        columns = Columns.of([(*each, source.random()) for each in asked * 3])
+        assert plain.sample_rows(logits, *columns).tolist() == model.sample_rows(logits, *columns).tolist()
 
 
 @pytest.mark.parametrize(

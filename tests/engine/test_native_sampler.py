@@ -87,7 +87,9 @@ def expect(row: NDArray[np.float32], columns: Columns, index: int) -> Expected:
     doubt = weights[possible & ~certain].sum() / weights[certain].sum()
     if token_id == len(row):
         return Expected(-1, False, possible)
-    edges = [edge for edge in (reached[token_id - 1] if token_id else 0.0, reached[token_id]) if 0 < edge < 1]
+    edges = [reached[token_id - 1] if token_id else 0.0, reached[token_id]]
+    if doubt == 0:  # else a token of next to nothing may stand before the first or behind the last
+        edges = [edge for edge in edges if 0 < edge < 1]
     return Expected(token_id, doubt < ROUNDING and all(abs(edge - noise) > 2 * ROUNDING for edge in edges), possible)
 
 

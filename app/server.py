@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 BACKLOG: Final = 1024
 GRACEFUL_SECONDS: Final = 5.0
 COLLECT_AFTER: Final = (10_000, 20, 20)
+SWITCH_SECONDS: Final = 0.0005
 
 
 async def serve(settings: Settings) -> int:
@@ -50,15 +51,17 @@ async def serve(settings: Settings) -> int:
         Callers(settings, keys.keyring)  # unknown names of keys are refused before the model is loaded
         with open_listening_socket(settings.server.host, settings.server.port) as listener:
             async with open_engine(settings.engine_config()) as engine:
-                keep_what_was_loaded()
+                tune_interpreter()
                 await serve_engine(settings, engine, listener, keys)
     # Only now: a hung step holds the engine's end, too.
     faulthandler.cancel_dump_traceback_later()
     return 0
 
 
-def keep_what_was_loaded() -> None:
-    """Take all that lives until the end, torch above all, out of what the garbage collector looks through.
+def tune_interpreter() -> None:
+    """Set Python up for an event loop beside a thread that computes; called once everything is loaded.
+
+    What lives until the end, torch above all, is taken out of what the garbage collector looks through.
 
     Each answer's tasks and scopes are garbage in cycles. Without this the collector took a quarter of the event loop's
     time at sixteen streams, walking through modules that never change.
@@ -66,6 +69,8 @@ def keep_what_was_loaded() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
+    # A step comes back to Python several times, and each time waits for the event loop to let go of the interpreter.
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 async def serve_engine(

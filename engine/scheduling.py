@@ -67,7 +67,7 @@ class Scheduling:
             await self._apply_commands()
             batch = self.scheduler.schedule(trio.current_time())
             if not batch.is_empty:
-                await self._results.send(await self._step(batch))
+                await self._tell(await self._step(batch))
             elif self.scheduler.look_again_at is not None:
                 command: Command | None = None
                 with trio.move_on_at(self.scheduler.look_again_at):
@@ -79,6 +79,13 @@ class Scheduling:
             else:
                 self.scheduler.check_integrity()
                 await self._apply(await self._commands.receive())
+
+    async def _tell(self, result: StepResult) -> None:
+        """Hand a result on. The next step is not to wait for whoever takes it, unless that one lags far behind."""
+        try:
+            self._results.send_nowait(result)
+        except trio.WouldBlock:
+            await self._results.send(result)
 
     async def _step(self, batch: ScheduledBatch) -> StepResult:
         planned = trio.current_time()

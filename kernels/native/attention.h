@@ -11,9 +11,9 @@ using simd::Floats;
 using simd::Half;
 using simd::LANES;
 
-constexpr int SPAN = 128;     // keys
-constexpr int MAX_HEAD = 256; // elements of a head
-constexpr int STRIP = 16;     // keys that are widened at a time for several queries
+constexpr int SPAN = 128;      // keys
+constexpr int MAX_HEAD = 256;  // elements of a head
+constexpr int STRIP = 16;      // keys that are widened at a time for several queries
 constexpr int MAX_QUERIES = 64;
 
 // Keys and values of one layer, [blocks, 2, kv_heads, block_size, head_size]: where a sequence's are found.
@@ -30,7 +30,8 @@ struct Pages {
     void lines(int side, int head, int first, int count, Use use) const {
         int block = first / block_size, offset = first % block_size;
         for (int i = 0; i < count; block++, offset = 0) {
-            const Half* line = cache + table[block] * block_elements() + ((size_t(side) * kv_heads + head) * block_size + offset) * head_size;
+            const Half* line = cache + table[block] * block_elements() +
+                               ((size_t(side) * kv_heads + head) * block_size + offset) * head_size;
             for (; offset < block_size && i < count; offset++, i++, line += head_size) use(i, line);
         }
     }
@@ -38,7 +39,8 @@ struct Pages {
 
 // Asks for blocks in the order of memory, some lines at a time between pieces of arithmetic.
 //
-// Blocks lie scattered, which the processor does not foresee; a whole block is one long run, which memory is fastest at.
+// Blocks lie scattered, which the processor does not foresee; a whole block is one long run, which memory is fastest
+// at.
 class Ahead {
   public:
     static constexpr int LINE = 64 / sizeof(Half);
@@ -117,7 +119,8 @@ inline void score_four(const float* const* queries, const Number* const* keys, i
 
 // Add weights[q][k] * values[k] for `count` keys to Q running sums.
 template <int Q, class Number>
-inline void add_values(const float* const* weights, const Number* const* values, int count, int head_size, Partial* const* sums) {
+inline void add_values(const float* const* weights, const Number* const* values, int count, int head_size,
+                       Partial* const* sums) {
     constexpr int WIDE = 4;
     for (int d = 0; d < head_size; d += WIDE * LANES) {
         const int wide = std::min(WIDE, (head_size - d) / LANES);
@@ -179,8 +182,8 @@ struct AttentionScratch {
 // Attend to one span of keys for `count` queries of one key head, at most MAX_QUERIES.
 //
 // Query i sees keys [start, start + num_keys[i]), num_keys[i] <= SPAN; its partial means nothing where that is 0.
-inline void attend_span(const Pages& pages, int head, int start, const float* const* queries, const int* num_keys, int count,
-                        AttentionScratch& scratch, Partial* out, Ahead& ahead) {
+inline void attend_span(const Pages& pages, int head, int start, const float* const* queries, const int* num_keys,
+                        int count, AttentionScratch& scratch, Partial* out, Ahead& ahead) {
     int most = 0;
     for (int i = 0; i < count; i++) most = std::max(most, num_keys[i]);
     const bool widen = count > simd::QUERIES;
@@ -252,15 +255,15 @@ inline void attend_span(const Pages& pages, int head, int start, const float* co
     });
 }
 
-// The causal attention of neighbouring tokens of one sequence under neighbouring key heads, tokens * heads * group of them
-// at most MAX_QUERIES.
+// The causal attention of neighbouring tokens of one sequence under neighbouring key heads, tokens * heads * group of
+// them at most MAX_QUERIES.
 //
-// Args: position: of the first token. queries: [tokens][stride], from the first head's on, scaled already; `group` of each
-// key head. next: what will be attended to afterwards, or null.
-// finish(token, head, sums): takes the `group` finished partials of each token and head.
+// Args: position: of the first token. queries: [tokens][stride], from the first head's on, scaled already; `group` of
+// each key head. next: what will be attended to afterwards, or null. finish(token, head, sums): takes the `group`
+// finished partials of each token and head.
 template <class Finish>
-inline void attend(const Pages& pages, int first_head, int heads, int position, int tokens, const float* queries, int stride, int group,
-                   AttentionScratch& scratch, const Pages* next, Finish finish) {
+inline void attend(const Pages& pages, int first_head, int heads, int position, int tokens, const float* queries,
+                   int stride, int group, AttentionScratch& scratch, const Pages* next, Finish finish) {
     const float* lines[MAX_QUERIES];
     int num_keys[MAX_QUERIES];
     const int count = tokens * group, end = position + tokens;
@@ -273,7 +276,8 @@ inline void attend(const Pages& pages, int first_head, int heads, int position, 
             ahead.aim(*next, 0, steps);
         for (int head = 0; head < heads; head++) {
             for (int i = 0; i < count; i++) {
-                lines[i] = queries + static_cast<size_t>(i / group) * stride + (head * group + i % group) * pages.head_size;
+                lines[i] =
+                    queries + static_cast<size_t>(i / group) * stride + (head * group + i % group) * pages.head_size;
                 num_keys[i] = std::clamp(position + i / group + 1 - start, 0, SPAN);
             }
             Partial *sums = scratch.sums + head * count, *span = start == 0 ? sums : scratch.span;
@@ -283,5 +287,6 @@ inline void attend(const Pages& pages, int first_head, int heads, int position, 
         }
     }
     for (int head = 0; head < heads; head++)
-        for (int token = 0; token < tokens; token++) finish(token, first_head + head, scratch.sums + head * count + token * group);
+        for (int token = 0; token < tokens; token++)
+            finish(token, first_head + head, scratch.sums + head * count + token * group);
 }

@@ -1,4 +1,5 @@
-// Products with weights in GGUF's blocks of 32: nibbles with scale and minimum (Q4_0, Q4_1) or bytes with a scale (Q8_0).
+// Products with weights in GGUF's blocks of 32: nibbles with scale and minimum (Q4_0, Q4_1) or bytes with a scale
+// (Q8_0).
 //
 // Activations are quantized to bytes with a scale for each 32 of a row, so a product is a sum of exact integer sums:
 // whatever rows it is computed beside, a row gives the same bits.
@@ -60,7 +61,8 @@ struct Activations {
         const Floats inverse = simd::all(amax > 0.0f ? 127.0f / amax : 0.0f);
         int8_t* out = codes + static_cast<size_t>(row) * cols + group * GROUP;
         int total = 0;
-        for (int i = 0; i < GROUP; i += LANES) total += simd::store_codes(out + i, simd::mul(simd::load(values + i), inverse));
+        for (int i = 0; i < GROUP; i += LANES)
+            total += simd::store_codes(out + i, simd::mul(simd::load(values + i), inverse));
         const size_t at = static_cast<size_t>(group) * stride + row;
         scales[at] = scale;
         sums[at] = scale * static_cast<float>(total);
@@ -71,7 +73,8 @@ struct Activations {
 // inputs of every row of the tile; behind them the scales, a vector a group.
 //
 // A nibble vector's low halves are inputs 8i..8i+3 and its high halves 8i+4..8i+7.
-inline void pack(Kind kind, const uint8_t* const codes, const Half* scales, const Half* minima, int rows, int cols, uint8_t* out) {
+inline void pack(Kind kind, const uint8_t* const codes, const Half* scales, const Half* minima, int rows, int cols,
+                 uint8_t* out) {
     const Matrix shape{out, kind, rows, cols};
     const int groups = shape.num_groups(), num_tiles = shape.num_pieces() * PIECE / LANES;
     std::memset(out, 0, num_tiles * shape.tile_bytes());
@@ -103,12 +106,14 @@ template <Kind KIND>
 inline void prefetch(const uint8_t* later, int g) {
     constexpr int BYTES_PER_GROUP = Matrix::code_bytes(KIND) + 2 * Matrix::scales(KIND);
 #pragma GCC unroll 8
-    for (int i = 0; i < BYTES_PER_GROUP; i += 64) __builtin_prefetch(later + static_cast<size_t>(g) * BYTES_PER_GROUP + i);
+    for (int i = 0; i < BYTES_PER_GROUP; i += 64)
+        __builtin_prefetch(later + static_cast<size_t>(g) * BYTES_PER_GROUP + i);
 }
 
 // One tile with M rows of activations from row `first` on; out[m] takes LANES outputs.
 template <int M, Kind KIND>
-inline void multiply_tile(const Matrix& w, const uint8_t* tile, const Activations& a, int first, float* out, int stride) {
+inline void multiply_tile(const Matrix& w, const uint8_t* tile, const Activations& a, int first, float* out,
+                          int stride) {
     const int groups = a.num_groups();
     const Half* scales = w.tile_scales(tile);
     const int8_t* codes = a.codes + static_cast<size_t>(first) * a.cols;
@@ -124,7 +129,8 @@ inline void multiply_tile(const Matrix& w, const uint8_t* tile, const Activation
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
             const int8_t* x = codes + static_cast<size_t>(m) * a.cols + g * GROUP;
-            const Floats dot = KIND == NIBBLES ? simd::dot_nibbles(codes_of_weights, x) : simd::dot_bytes(codes_of_weights, x);
+            const Floats dot =
+                KIND == NIBBLES ? simd::dot_nibbles(codes_of_weights, x) : simd::dot_bytes(codes_of_weights, x);
             const size_t at = static_cast<size_t>(g) * a.stride + first + m;
             sums[m] = simd::fma(dot, simd::mul(scale, simd::all(a.scales[at])), sums[m]);
             if (KIND == NIBBLES) sums[m] = simd::fma(simd::load(s + LANES), simd::all(a.sums[at]), sums[m]);
@@ -179,7 +185,8 @@ inline void read_row(const Matrix& w, int row, float* out) {
                 out[g * GROUP + k] = scale * static_cast<int8_t>(p[(k / 4) * 4 * LANES + 4 * lane + k % 4]);
             } else {
                 const uint8_t pair = p[(k / 8) * 4 * LANES + 4 * lane + k % 4];
-                out[g * GROUP + k] = std::fma(scale, static_cast<float>(k % 8 < 4 ? pair & 15 : pair >> 4), static_cast<float>(s[LANES + lane]));
+                out[g * GROUP + k] = std::fma(scale, static_cast<float>(k % 8 < 4 ? pair & 15 : pair >> 4),
+                                              static_cast<float>(s[LANES + lane]));
             }
         }
     }

@@ -10,7 +10,10 @@ struct Quantized {
     Activations view;
 
     Quantized(const float* x, int count, int cols)
-        : codes(size_t(count) * cols), scales(size_t(count) * cols / GROUP), sums(scales.size()), view{codes.data(), scales.data(), sums.data(), cols, count} {
+        : codes(size_t(count) * cols),
+          scales(size_t(count) * cols / GROUP),
+          sums(scales.size()),
+          view{codes.data(), scales.data(), sums.data(), cols, count} {
         for (int row = 0; row < count; row++)
             for (int g = 0; g < cols / GROUP; g++) view.put(row, g, x + size_t(row) * cols + g * GROUP);
     }
@@ -21,21 +24,26 @@ struct Heads {
 };
 
 // All heads of one row, for `relevo_attention`.
-void attend_row(const Heads& heads, const float* queries, const Half* cache, const int64_t* table, int64_t first, int64_t last, int64_t seq_len, float* out) {
+void attend_row(const Heads& heads, const float* queries, const Half* cache, const int64_t* table, int64_t first,
+                int64_t last, int64_t seq_len, float* out) {
     const auto scratch = std::make_unique<AttentionScratch>();
-    const int group = heads.count / heads.kv, stride = heads.count * heads.size, most = std::max(1, std::min(16, MAX_QUERIES / group));
+    const int group = heads.count / heads.kv, stride = heads.count * heads.size,
+              most = std::max(1, std::min(16, MAX_QUERIES / group));
     std::vector<float> scaled(queries + first * stride, queries + last * stride);
     for (float& x : scaled) x *= 1.0f / std::sqrt(static_cast<float>(heads.size));
     const Pages pages{cache, table, heads.kv, heads.block_size, heads.size, static_cast<int>(seq_len)};
     for (int head = 0; head < heads.kv; head++)
         for (int token = 0; token < last - first; token += most) {
-            const int position = static_cast<int>(seq_len - (last - first)) + token, tokens = std::min(most, static_cast<int>(last - first) - token);
+            const int position = static_cast<int>(seq_len - (last - first)) + token,
+                      tokens = std::min(most, static_cast<int>(last - first) - token);
             const float* lines = scaled.data() + size_t(token) * stride + head * group * heads.size;
-            attend(pages, head, 1, position, tokens, lines, stride, group, *scratch, nullptr, [&](int i, int, const Partial* sums) {
-                for (int g = 0; g < group; g++)
-                    for (int d = 0; d < heads.size; d++)
-                        out[size_t(first + token + i) * stride + (head * group + g) * heads.size + d] = sums[g].values[d] / sums[g].total;
-            });
+            attend(pages, head, 1, position, tokens, lines, stride, group, *scratch, nullptr,
+                   [&](int i, int, const Partial* sums) {
+                       for (int g = 0; g < group; g++)
+                           for (int d = 0; d < heads.size; d++)
+                               out[size_t(first + token + i) * stride + (head * group + g) * heads.size + d] =
+                                   sums[g].values[d] / sums[g].total;
+                   });
         }
 }
 
@@ -62,7 +70,8 @@ size_t relevo_packed_bytes(int32_t kind, int32_t rows, int32_t cols) {
     return shape.num_pieces() * (PIECE / LANES) * shape.tile_bytes();
 }
 
-void relevo_pack(int32_t kind, const uint8_t* codes, const Half* scales, const Half* minima, int32_t rows, int32_t cols, uint8_t* out) {
+void relevo_pack(int32_t kind, const uint8_t* codes, const Half* scales, const Half* minima, int32_t rows, int32_t cols,
+                 uint8_t* out) {
     pack(static_cast<Kind>(kind), codes, scales, minima, rows, cols, out);
 }
 
@@ -74,19 +83,21 @@ int relevo_multiply(const Matrix* matrix, const float* x, int32_t count, float* 
         for (int piece = 0; piece < matrix->num_pieces(); piece++)
             multiply<1>(*matrix, piece, a.view, count, [&](int row, const float* values) {
                 const int first = piece * PIECE;
-                std::memcpy(out + size_t(row) * matrix->rows + first, values, sizeof(float) * std::min(PIECE, matrix->rows - first));
+                std::memcpy(out + size_t(row) * matrix->rows + first, values,
+                            sizeof(float) * std::min(PIECE, matrix->rows - first));
             });
     });
 }
 
 // As `paged_attention` in kernels/reference.py; queries [tokens, num_heads, head_size] are not scaled yet.
-int relevo_attention(const float* queries, const Half* cache, const int64_t* tables, int32_t table_width, const int64_t* row_starts,
-                     const int64_t* seq_lens, int32_t num_rows, int32_t num_heads, int32_t num_kv_heads, int32_t head_size,
-                     int32_t block_size, float* out) {
+int relevo_attention(const float* queries, const Half* cache, const int64_t* tables, int32_t table_width,
+                     const int64_t* row_starts, const int64_t* seq_lens, int32_t num_rows, int32_t num_heads,
+                     int32_t num_kv_heads, int32_t head_size, int32_t block_size, float* out) {
     return guarded([&] {
         const Heads heads{num_heads, num_kv_heads, head_size, block_size};
         for (int row = 0; row < num_rows; row++)
-            attend_row(heads, queries, cache, tables + size_t(row) * table_width, row_starts[row], row_starts[row + 1], seq_lens[row], out);
+            attend_row(heads, queries, cache, tables + size_t(row) * table_width, row_starts[row], row_starts[row + 1],
+                       seq_lens[row], out);
     });
 }
 
@@ -110,8 +121,9 @@ int relevo_logits(Engine* engine, const float* hidden, int32_t count, float* out
 }
 
 // As `sample_rows` in engine/sampler.py: logits [count, size], the other arguments and `token_ids` [count].
-int relevo_sample(Engine* engine, const float* logits, int32_t count, int32_t size, const float* temperature, const int64_t* top_k,
-                  const double* top_p, const float* min_p, const double* noise, int64_t* token_ids) {
+int relevo_sample(Engine* engine, const float* logits, int32_t count, int32_t size, const float* temperature,
+                  const int64_t* top_k, const double* top_p, const float* min_p, const double* noise,
+                  int64_t* token_ids) {
     return guarded([&] { engine->sample(logits, count, size, {temperature, top_k, top_p, min_p, noise}, token_ids); });
 }
 

@@ -13,7 +13,8 @@
 
 #include "simd.h"
 
-// How one row is drawn; a temperature of 0 takes the likeliest token, 0 of `top_k` and `min_p` and 1 of `top_p` keep all.
+// How one row is drawn; a temperature of 0 takes the likeliest token, 0 of `top_k` and `min_p` and 1 of `top_p` keep
+// all.
 struct Drawing {
     float temperature;
     int64_t top_k;

@@ -248,24 +248,50 @@ inline Floats each(F f) {
     return r;
 }
 
-inline Floats zero() { return each([](int) { return 0.0f; }); }
-inline Floats all(float x) { return each([=](int) { return x; }); }
-inline Floats load(const float* p) { return each([=](int i) { return p[i]; }); }
-inline Floats load(const Half* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
+inline Floats zero() {
+    return each([](int) { return 0.0f; });
+}
+inline Floats all(float x) {
+    return each([=](int) { return x; });
+}
+inline Floats load(const float* p) {
+    return each([=](int i) { return p[i]; });
+}
+inline Floats load(const Half* p) {
+    return each([=](int i) { return static_cast<float>(p[i]); });
+}
 inline void store(float* p, Floats x) { std::memcpy(p, x.v, sizeof x.v); }
 inline void store(Half* p, Floats x) {
     for (int i = 0; i < LANES; i++) p[i] = static_cast<Half>(x.v[i]);
 }
-inline Floats add(Floats a, Floats b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
-inline Floats sub(Floats a, Floats b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
-inline Floats mul(Floats a, Floats b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
-inline Floats div(Floats a, Floats b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
-inline Floats fma(Floats a, Floats b, Floats c) { return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
+inline Floats add(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Floats sub(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Floats mul(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Floats div(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Floats fma(Floats a, Floats b, Floats c) {
+    return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+}
 // Of a number and NaN the second operand is taken, as in the processors' own instructions.
-inline Floats max(Floats a, Floats b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-inline Floats min(Floats a, Floats b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
-inline Floats abs(Floats a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
-inline Floats round(Floats a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
+inline Floats max(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats min(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats abs(Floats a) {
+    return each([&](int i) { return std::fabs(a.v[i]); });
+}
+inline Floats round(Floats a) {
+    return each([&](int i) { return std::nearbyint(a.v[i]); });
+}
 inline Floats times_power_of_two(Floats a, Floats n) {
     return each([&](int i) { return std::ldexp(a.v[i], static_cast<int>(n.v[i])); });
 }

@@ -41,7 +41,10 @@ enum Part { GLUE, PRODUCTS, ATTENTION, HEAD, NUM_PARTS };
 class Engine {
   public:
     Engine(const Model& model, int num_threads, int max_tokens)
-        : model_(model), threads_(num_threads), score_scale_(1.0f / std::sqrt(static_cast<float>(model.head_size))), scratch_(num_threads) {
+        : model_(model),
+          threads_(num_threads),
+          score_scale_(1.0f / std::sqrt(static_cast<float>(model.head_size))),
+          scratch_(num_threads) {
         const int attended = model.num_heads * model.head_size;
         queries_ = room<float>(size_t(max_tokens) * attended);
         hidden_in_ = activations(max_tokens, model.hidden_size);
@@ -59,8 +62,10 @@ class Engine {
         for (int row = 0; row < step.num_rows; row++) {
             const int64_t first = step.row_starts[row], last = step.row_starts[row + 1], length = step.seq_lens[row];
             const int64_t blocks = (length + model_.block_size - 1) / model_.block_size;
-            if (!below(first, last) || last > step.num_tokens || length < last - first || blocks > step.table_width) return false;
-            if (step.positions[last - 1] != length - 1 || step.positions[first] != length - (last - first)) return false;
+            if (!below(first, last) || last > step.num_tokens || length < last - first || blocks > step.table_width)
+                return false;
+            if (step.positions[last - 1] != length - 1 || step.positions[first] != length - (last - first))
+                return false;
             for (int64_t i = 0; i < blocks; i++)
                 if (!below(step.block_tables[row * step.table_width + i], step.num_blocks)) return false;
         }
@@ -96,7 +101,9 @@ class Engine {
         samplers_.resize(threads_.count());
         for (RowSampler& sampler : samplers_) sampler.make_room(size);
         threads_.run([&](int thread) {
-            threads_.share(num_rows, [&](int row) { token_ids[row] = samplers_[thread].choose(logits + size_t(row) * size, size, drawings[row]); });
+            threads_.share(num_rows, [&](int row) {
+                token_ids[row] = samplers_[thread].choose(logits + size_t(row) * size, size, drawings[row]);
+            });
         });
     }
 
@@ -169,7 +176,8 @@ class Engine {
     void plan(const Step& step) {
         tasks_.clear();
         const int heads = model_.num_kv_heads, group = model_.num_heads / heads;
-        const int most_tokens = std::max(1, std::min(16, MAX_QUERIES / group)), most_heads = std::min(heads, MAX_QUERIES / group);
+        const int most_tokens = std::max(1, std::min(16, MAX_QUERIES / group)),
+                  most_heads = std::min(heads, MAX_QUERIES / group);
         // Few rows of one token cannot keep all threads busy: their heads and keys are shared out.
         const bool split = step.num_rows < 4 * threads_.count();
         int num_slots = 0;
@@ -183,7 +191,8 @@ class Engine {
             }
             for (int head = 0; head < heads; head++) {
                 if (last - first == 1) {
-                    for (int span = 0; span < spans; span++) tasks_.push_back({row, head, 1, first, 1, span, num_slots});
+                    for (int span = 0; span < spans; span++)
+                        tasks_.push_back({row, head, 1, first, 1, span, num_slots});
                     num_slots += spans;
                 } else {
                     for (int token = first; token < last; token += most_tokens)
@@ -191,7 +200,8 @@ class Engine {
                 }
             }
         }
-        if (partials_.size() < static_cast<size_t>(num_slots) * group) partials_.resize(static_cast<size_t>(num_slots) * group);
+        if (partials_.size() < static_cast<size_t>(num_slots) * group)
+            partials_.resize(static_cast<size_t>(num_slots) * group);
         if (done_.size() < static_cast<size_t>(num_slots)) done_ = std::vector<std::atomic<int>>(num_slots);
     }
 
@@ -208,28 +218,34 @@ class Engine {
             Place places[PIECE / LANES];
             for (int i = 0; i < PIECE / LANES; i++) places[i] = place_of(piece * PIECE + i * LANES);
             multiply<1>(layer.qkv, piece, hidden_in_, tokens, [&](int n, const float* values) {
-                for (int i = 0; i < PIECE / LANES; i++) put(step, step.caches[index], n, places[i], simd::load(values + i * LANES));
+                for (int i = 0; i < PIECE / LANES; i++)
+                    put(step, step.caches[index], n, places[i], simd::load(values + i * LANES));
             });
         });
         clock.spent(PRODUCTS);
-        threads_.share(static_cast<int>(tasks_.size()), [&](int i) { attend_to(step, step.caches[index], i, scratch_[thread]); });
+        threads_.share(static_cast<int>(tasks_.size()),
+                       [&](int i) { attend_to(step, step.caches[index], i, scratch_[thread]); });
         clock.spent(ATTENTION);
         auto add_to_hidden = [&](int piece) {
             return [&step, hidden_size, piece](int n, const float* values) {
                 float* hidden = step.hidden + size_t(n) * hidden_size + piece * PIECE;
-                for (int i = 0; i < PIECE; i += LANES) simd::store(hidden + i, simd::add(simd::load(hidden + i), simd::load(values + i)));
+                for (int i = 0; i < PIECE; i += LANES)
+                    simd::store(hidden + i, simd::add(simd::load(hidden + i), simd::load(values + i)));
             };
         };
-        threads_.share(layer.output.num_pieces(), [&](int piece) { multiply<1>(layer.output, piece, attended_, tokens, add_to_hidden(piece)); });
+        threads_.share(layer.output.num_pieces(),
+                       [&](int piece) { multiply<1>(layer.output, piece, attended_, tokens, add_to_hidden(piece)); });
         clock.spent(PRODUCTS);
-        threads_.share(tokens, [&](int n) { normalize(step.hidden + size_t(n) * hidden_size, layer.feed_forward_norm, n); });
+        threads_.share(tokens,
+                       [&](int n) { normalize(step.hidden + size_t(n) * hidden_size, layer.feed_forward_norm, n); });
         clock.spent(GLUE);
         // Two groups at a time: 64 codes are a cache line.
         const int pairs = layer.gate_up.num_pieces() / 2;
         threads_.share((pairs + 1) / 2, [&](int two) {
             for (int pair = 2 * two; pair < std::min(2 * two + 2, pairs); pair++) gate(layer.gate_up, pair, tokens);
         });
-        threads_.share(layer.down.num_pieces(), [&](int piece) { multiply<1>(layer.down, piece, inner_, tokens, add_to_hidden(piece)); });
+        threads_.share(layer.down.num_pieces(),
+                       [&](int piece) { multiply<1>(layer.down, piece, inner_, tokens, add_to_hidden(piece)); });
         clock.spent(PRODUCTS);
     }
 
@@ -278,25 +294,35 @@ class Engine {
     // LANES outputs of one token: rotated, scaled, and put where they belong.
     void put(const Step& step, Half* cache, int n, Place place, Floats x) {
         const int size = model_.head_size;
-        if (place.kind < 2) x = simd::rotate_pairs(x, simd::load(model_.rotations + step.positions[n] * size + place.element));
+        if (place.kind < 2)
+            x = simd::rotate_pairs(x, simd::load(model_.rotations + step.positions[n] * size + place.element));
         if (place.kind == 0) {
             float* to = queries_ + (size_t(n) * model_.num_heads + place.head) * size + place.element;
             simd::store(to, simd::mul(x, simd::all(score_scale_)));
         } else if (place.kind < 3) {
-            const int64_t line = ((step.block_ids[n] * 2 + place.kind - 1) * model_.num_kv_heads + place.head) * model_.block_size + step.offsets[n];
+            const int64_t line =
+                ((step.block_ids[n] * 2 + place.kind - 1) * model_.num_kv_heads + place.head) * model_.block_size +
+                step.offsets[n];
             const Floats most = simd::all(65504.0f);
-            simd::store(cache + line * size + place.element, simd::max(simd::sub(simd::zero(), most), simd::min(most, x)));
+            simd::store(cache + line * size + place.element,
+                        simd::max(simd::sub(simd::zero(), most), simd::min(most, x)));
         }
     }
 
     Pages pages_of(const Step& step, const Half* cache, const Task& task) const {
         const int64_t* table = step.block_tables + size_t(task.row) * step.table_width;
-        return {cache, table, model_.num_kv_heads, model_.block_size, model_.head_size, static_cast<int>(step.seq_lens[task.row])};
+        return {cache,
+                table,
+                model_.num_kv_heads,
+                model_.block_size,
+                model_.head_size,
+                static_cast<int>(step.seq_lens[task.row])};
     }
 
     void attend_to(const Step& step, const Half* cache, int index, AttentionScratch& scratch) {
         const Task& task = tasks_[index];
-        const int group = model_.num_heads / model_.num_kv_heads, size = model_.head_size, stride = model_.num_heads * size;
+        const int group = model_.num_heads / model_.num_kv_heads, size = model_.head_size,
+                  stride = model_.num_heads * size;
         const Pages pages = pages_of(step, cache, task);
         const float* queries = queries_ + size_t(task.token) * stride + task.head * group * size;
         const int position = static_cast<int>(step.positions[task.token]);
@@ -319,7 +345,8 @@ class Engine {
         }
         Partial* partials = partials_.data() + size_t(task.slot) * group;
         Ahead none;
-        attend_span(pages, task.head, start, lines, num_keys, group, scratch, partials + size_t(task.span) * group, none);
+        attend_span(pages, task.head, start, lines, num_keys, group, scratch, partials + size_t(task.span) * group,
+                    none);
         // Whoever comes last puts the spans together, in their order.
         if (done_[task.slot].fetch_add(1, std::memory_order_acq_rel) + 1 < num_spans) return;
         done_[task.slot].store(0, std::memory_order_relaxed);

@@ -38,7 +38,8 @@ class Threads {
         barrier();
     }
 
-    // Call `piece(i)` for each i below `num_pieces`, shared among the threads; all of them come here, and leave together.
+    // Call `piece(i)` for each i below `num_pieces`, shared among the threads; all of them come here, and leave
+    // together.
     template <class Piece>
     void share(int num_pieces, Piece piece) {
         for (int i; (i = claimed_.fetch_add(1, std::memory_order_relaxed)) < num_pieces;) piece(i);

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.sampler import SampleRows
 
 WARM_UP_TOKENS = 32
+CACHE_LINE = 64
 
 
 class ModelRunner:
@@ -58,7 +59,8 @@ class ModelRunner:
     ) -> None:
         self.precision: Precision = choose_precision(dtype, checkpoint)
         self.model: Model
-        self._checkpoint = checkpoint
+        self._checkpoint: Checkpoint | None = checkpoint
+        self._config = checkpoint.config
         self._num_threads = num_threads
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -73,7 +75,7 @@ class ModelRunner:
     @property
     def cache_spec(self) -> CacheSpec:
         """What the model keeps of each token."""
-        return self._checkpoint.config.cache_spec
+        return self._config.cache_spec
 
     @property
     def kv_element_bytes(self) -> int:
@@ -88,6 +90,8 @@ class ModelRunner:
             ModelError: the checkpoint cannot be read.
         """
         torch.set_num_threads(self._num_threads)
+        if self._checkpoint is None:
+            raise RuntimeError("the model is loaded already")
         self.model = self.precision.build(
             self._checkpoint,
             num_threads=self._num_threads,
@@ -184,14 +188,15 @@ class ModelRunner:
         seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
         self._watch.start()
         drawn = draw(logits, self._rows.sampling, self._rows.extras, seats, positions, self._sample_rows)
-        self._rows.append(seats, positions, drawn.token_ids, drawn.forced)
+        # A row without a token ends, but what its seat holds may yet be computed as padding.
+        self._rows.append(seats, positions, np.maximum(drawn.token_ids, 0), drawn.forced)
         self._watch.lap("sampling")
         return drawn.placed(rows, len(batch))
 
     def _make_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """One cache a layer; behind its blocks the null block, which stays zero, and one for padding to write to."""
         shape = (num_blocks + 2, *self._block_shape())
-        return [_zeros_on_demand(shape, self.precision.cache_dtype) for _ in range(self._checkpoint.config.num_layers)]
+        return [_zeros_on_demand(shape, self.precision.cache_dtype) for _ in range(self._config.num_layers)]
 
     def _block_shape(self) -> tuple[int, int, int, int]:
         (group,) = self.cache_spec.groups
@@ -203,7 +208,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             block_size=self._block_size,
             null_block=null_block,
-            vocab_size=self._checkpoint.config.vocab_size,
+            vocab_size=self._config.vocab_size,
         )
 
     def _clean(self, seat: int) -> None:
@@ -218,7 +223,10 @@ def _zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
     numpy asks the system for zeroed pages, in huge ones where it can; torch writes the zeros.
     """
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE  # blocks are to begin with a line
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
 def _broken_rows(hidden: torch.Tensor, inputs: StepInputs) -> set[int]:

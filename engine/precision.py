@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,9 @@ from engine.loading.fetch import cache_dir
 from engine.models.linear import multiplies_bfloat16
 from engine.models.llama import LlamaModel
 from engine.models.native_llama import NativeLlama, why_not
-from kernels.blocks import as_blocks
-from kernels.native import BuildError, Library, load
+from kernels.blocks import BLOCK_BYTES, as_blocks
+from kernels.build import BuildError
+from kernels.native import Library, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from engine.loading.checkpoint import Checkpoint
     from kernels.blocks import Blocks
+
+log = logging.getLogger("relevo.engine")
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCKS = ("native", "int8")
@@ -99,13 +103,16 @@ def choose_precision(name: str, checkpoint: Checkpoint) -> Precision:
     if name in BLOCKS and obstacle is not None:
         raise ConfigError(f"model.dtype is {name!r}, but the model has {obstacle}: choose auto or float32.")
     library, missing = (None, f"the model has {obstacle}") if obstacle else _load()
+    if name == "auto" and library is not None and not library.has_vectors:
+        library, missing = None, "they know no vector instructions of this processor"
     if name == "auto" and library is None:
         name = "bfloat16" if multiplies_bfloat16() else "float32"
         return Precision(name, FLOATS[name], None, f"the fastest without native kernels: {missing}")
     kind = checkpoint.weights_kind
     if name == "auto":
         name = "native" if checkpoint.is_quantized else "int8"
-    what = f"blocks of {kind}, as in the file" if name == "native" else f"{kind} made into blocks of eight bits"
+    as_they_are = name == "native" and kind in BLOCK_BYTES
+    what = f"blocks of {kind}, as in the file" if as_they_are else f"{kind} made into blocks of eight bits"
     if library is None:
         return Precision(
             name, torch.float32, None, f"{what}; computed by torch, slowly, without native kernels: {missing}"
@@ -132,6 +139,6 @@ def kernels_dir() -> Path:
 def _load() -> tuple[Library | None, str]:
     """The kernels, or why there are none."""
     try:
-        return load(kernels_dir()), ""
+        return load(kernels_dir(), announce=lambda: log.info("compiling the native kernels, once")), ""
     except BuildError as error:
         return None, str(error)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GROUP = 32
+AT_ONCE = 1 << 22  # weights
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 
 
@@ -86,6 +87,8 @@ def quantize(weight: torch.Tensor) -> Blocks:
 
     A group that no such scale fits, for its weights are not finite or beyond all use, becomes NaN.
     """
+    if weight.numel() > AT_ONCE and len(weight) > 1:  # what lies between takes several times the memory of the weights
+        return stack([quantize(part) for part in weight.split(max(1, AT_ONCE // weight.shape[1]))])
     groups = weight.float().numpy().reshape(weight.shape[0], -1, GROUP)
     largest = np.abs(groups).max(axis=-1)
     fits = largest <= 127 * np.float32(np.finfo(np.float16).max)

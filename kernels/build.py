@@ -10,10 +10,15 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SOURCES = Path(__file__).parent / "native"
 # Products and sums are joined only where the source says so: a value must not depend on what surrounds it.
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+_TUNE = "-mcpu=native" if (platform.system(), platform.machine()) == ("Darwin", "arm64") else "-march=native"
+FLAGS = ("-std=c++20", "-O3", _TUNE, "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_SECONDS = 300
 
@@ -22,35 +27,52 @@ class BuildError(Exception):
     """There is no library, and this is why."""
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, *, announce: Callable[[], None] = lambda: None) -> Path:
     """The compiled library for this source, compiler and processor; made if it is not there yet.
 
     Args:
         folder: where libraries are kept.
+        announce: called before something is compiled, which takes some seconds.
 
     Raises:
-        BuildError: no compiler, or it failed.
+        BuildError: no compiler, or it failed, or what lies there may have been put there by somebody else.
     """
     compiler = find_compiler()
-    path = folder / f"kernels-{_fingerprint(compiler)}.so"
-    if path.exists():
-        return path
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / f"kernels-{_fingerprint(compiler)}.so"
+        _check_owner(folder)
+        if path.exists():
+            _check_owner(path)
+            return path
+        announce()
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             # Under its own name only when it is whole: two servers may start at once.
             result = Path(scratch) / "kernels.so"
-            command = [*compiler, *FLAGS, "-o", str(result), str(SOURCES / "relevo.cpp")]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)  # noqa: S603
-            if done.returncode != 0:
-                first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-                raise BuildError(f"{' '.join(compiler)} could not compile them: {first or f'exit {done.returncode}'}")
+            _compile([*compiler, *FLAGS, "-o", str(result), str(SOURCES / "relevo.cpp")])
             result.replace(path)
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{' '.join(compiler)} took longer than {TIMEOUT_SECONDS} s") from error
     except OSError as error:
         raise BuildError(f"they could not be compiled into {folder}: {error}") from error
     return path
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took longer than {TIMEOUT_SECONDS} s") from error
+    if done.returncode != 0:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        raise BuildError(f"{command[0]} could not compile them: {first or f'exit {done.returncode}'}")
+
+
+def _check_owner(path: Path) -> None:
+    """A library runs with all our rights: whoever can write it, or put another in its place, has them too."""
+    if not hasattr(os, "geteuid"):
+        return
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise BuildError(f"{path} belongs to somebody else, or others may write to it")
 
 
 def find_compiler() -> list[str]:
@@ -60,8 +82,11 @@ def find_compiler() -> list[str]:
         BuildError: there is none.
     """
     if chosen := os.environ.get("CXX"):
-        command = shlex.split(chosen)
-        if shutil.which(command[0]) is None:
+        try:
+            command = shlex.split(chosen)
+        except ValueError as error:
+            raise BuildError(f"$CXX is {chosen!r}: {error}") from error
+        if not command or shutil.which(command[0]) is None:
             raise BuildError(f"$CXX is {chosen!r}, and there is no such compiler")
         return command
     for name in COMPILERS:
@@ -71,7 +96,8 @@ def find_compiler() -> list[str]:
 
 
 def _fingerprint(compiler: list[str]) -> str:
-    digest = hashlib.sha256(repr((compiler, FLAGS, platform.machine(), _processor())).encode())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=TIMEOUT_SECONDS, check=False).stdout  # noqa: S603
+    digest = hashlib.sha256(repr((compiler, version, FLAGS, platform.machine(), _processor())).encode())
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".h", ".cpp"):
             digest.update(source.read_bytes())

@@ -19,6 +19,7 @@ from kernels.blocks import GROUP, Blocks
 from kernels.build import BuildError, build
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kernels.paged_attention import AttentionRows
@@ -110,7 +111,9 @@ class Arena:
         """Uninitialized [num_bytes] uint8, aligned to a cache line; lives as long as the tensor does."""
         padded = -(-num_bytes // 64) * 64
         if padded > len(self._piece):
-            memory = mmap.mmap(-1, max(padded, self.PIECE_BYTES))
+            # Private: huge pages of shared memory are another setting of the system, and off by default.
+            private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+            memory = mmap.mmap(-1, max(padded, self.PIECE_BYTES), **private)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with suppress(OSError):  # a kernel without them
                     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -139,6 +142,11 @@ class Library:
         self.instructions: str = self.calls.relevo_instructions().decode()
         self.piece: int = self.calls.relevo_piece()
         self._try()
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether they use vector instructions; without, torch's own float products are faster."""
+        return self.instructions != "plain C++"
 
     def pack(self, blocks: Blocks) -> PackedMatrix:
         """Arrange a matrix for the kernels; its columns must be a multiple of 32."""
@@ -226,17 +234,25 @@ class Library:
                 raise BuildError(f"their products are wrong on this processor ({self.instructions})")
 
 
-def load(folder: Path) -> Library:
-    """The kernels, compiled into `folder` if they are not yet.
+def load(folder: Path, *, announce: Callable[[], None] = lambda: None) -> Library:
+    """The kernels, compiled into `folder` if they are not yet, or if what lies there cannot be loaded.
+
+    Args:
+        announce: called before something is compiled.
 
     Raises:
         BuildError: this machine has to do without.
     """
-    return Library(build(folder))
+    path = build(folder, announce=announce)
+    try:
+        return Library(path)
+    except BuildError:
+        path.unlink(missing_ok=True)
+        return Library(build(folder, announce=announce))
 
 
 def check(status: int) -> None:
-    """Raise what a call could not.
+    """Raise what a call of a step could not.
 
     Raises:
         IndexError: the step was not begun, for it names what is not there.
@@ -269,6 +285,3 @@ def _declare(calls: ctypes.CDLL) -> None:
     for name, (result, arguments) in signatures.items():
         function = getattr(calls, name)
         function.restype, function.argtypes = result, arguments
-
-
-__all__ = ["PARTS", "BuildError", "Library", "PackedMatrix", "load"]

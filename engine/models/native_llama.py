@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.errors import ConfigError
 from engine.models.rope import neighbour_order, rotation_table
 from kernels.blocks import GROUP, Blocks, as_blocks, stack
 from kernels.native import PARTS, LayerStruct, Library, ModelStruct, PackedMatrix, StepStruct, check
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from engine.models.config import ModelConfig
     from engine.models.llama import ModelInputs
 
+LAYER_PREFIX = "model.layers."
+PARTS_OF_A_LAYER = 9
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 64
 
@@ -67,10 +70,15 @@ class NativeLlama:
         self._rotations = torch.view_as_real(rotation_table(config.rope, config.head_size, max_model_len)).contiguous()
         self._kept: list[torch.Tensor] = [self._rotations]
         self._read_bytes = 0
-        parts: dict[str, torch.Tensor | Blocks] = dict(weights)
         layers = (LayerStruct * config.num_layers)()
-        for index in range(config.num_layers):
-            self._take_layer(parts, index, layers[index])
+        parts: dict[str, torch.Tensor | Blocks] = {}
+        # Unpacked weights are large: each layer is packed as soon as all of it is there.
+        for name, weight in weights:
+            parts[name] = weight
+            if name.startswith(LAYER_PREFIX):
+                index = int(name.removeprefix(LAYER_PREFIX).split(".")[0])
+                if sum(part.startswith(f"{LAYER_PREFIX}{index}.") for part in parts) == PARTS_OF_A_LAYER:
+                    self._take_layer(parts, index, layers[index])
         norm = self._keep(parts.pop("model.norm.weight"))
         embedding = self._pack(self._blocks(parts.pop("model.embed_tokens.weight")))
         if config.tie_word_embeddings:
@@ -98,7 +106,11 @@ class NativeLlama:
         )
         self._seconds = (ctypes.c_double * len(PARTS))()
         self._engine = library.calls.relevo_open(ctypes.byref(self._struct), num_threads, max_tokens)
-        check(0 if self._engine else 1)
+        if not self._engine:
+            raise ConfigError(
+                f"{num_threads} threads and room for {max_tokens} tokens a step are more than this machine gives: "
+                "lower engine.num_threads or scheduler.capacity_num_batched_tokens."
+            )
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None):
@@ -128,7 +140,11 @@ class NativeLlama:
             MemoryError: the step needs memory that is not there.
             IndexError: it names a token, a block or a position that is not there; nothing was written.
         """
-        num_tokens = len(inputs.input_ids)
+        num_tokens, config = len(inputs.input_ids), self.config
+        block_shape = (2, config.num_kv_heads, self._struct.block_size, config.head_size)
+        first = kv_caches[0]
+        if len(kv_caches) != config.num_layers or first.shape[1:] != block_shape or first.dtype != torch.float16:
+            raise ValueError(f"expected {config.num_layers} caches of float16 blocks {block_shape}")
         if num_tokens > self._max_tokens:
             raise ValueError(f"a step of {num_tokens} tokens, made for {self._max_tokens}")
         hidden = torch.empty(num_tokens, self.config.hidden_size)

@@ -117,6 +117,7 @@ int relevo_forward(Engine* engine, const Step* step, double* seconds) {
 double relevo_dot_rate(Engine* engine) { return engine->dot_rate(); }
 
 int relevo_logits(Engine* engine, const float* hidden, int32_t count, float* out, double* seconds) {
+    if (count > engine->max_tokens()) return 2;
     return guarded([&] { engine->logits(hidden, count, out, seconds); });
 }
 

@@ -20,7 +20,8 @@ using Half = _Float16;
 // Weights are quantized in groups of so many along the input dimension, as in GGUF's files.
 constexpr int GROUP = 32;
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
+    defined(__AVX512VNNI__)
 
 constexpr const char* NAME = "AVX-512 VNNI";
 constexpr int LANES = 16;

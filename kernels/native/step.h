@@ -42,6 +42,7 @@ class Engine {
   public:
     Engine(const Model& model, int num_threads, int max_tokens)
         : model_(model),
+          max_tokens_(max_tokens),
           threads_(num_threads),
           score_scale_(1.0f / std::sqrt(static_cast<float>(model.head_size))),
           scratch_(num_threads) {
@@ -64,8 +65,8 @@ class Engine {
             const int64_t blocks = (length + model_.block_size - 1) / model_.block_size;
             if (!below(first, last) || last > step.num_tokens || length < last - first || blocks > step.table_width)
                 return false;
-            if (step.positions[last - 1] != length - 1 || step.positions[first] != length - (last - first))
-                return false;
+            for (int64_t n = first; n < last; n++)
+                if (step.positions[n] != length - (last - n)) return false;
             for (int64_t i = 0; i < blocks; i++)
                 if (!below(step.block_tables[row * step.table_width + i], step.num_blocks)) return false;
         }
@@ -79,6 +80,8 @@ class Engine {
             for (int i = 0; i < model_.num_layers; i++) layer(step, i, thread, clock);
         });
     }
+
+    int max_tokens() const { return max_tokens_; }
 
     // Scores of the vocabulary for rows of hidden states: out [count, rows of the head].
     void logits(const float* hidden, int count, float* out, double* seconds) {
@@ -108,18 +111,25 @@ class Engine {
     }
 
     // Operations a second of the innermost loop of the products on data in the first cache, two for each product.
+    double dot_rate() { return model_.layers[0].qkv.kind == NIBBLES ? dot_rate<NIBBLES>() : dot_rate<BYTES>(); }
+
+  private:
+    template <Kind KIND>
     double dot_rate() {
         constexpr int GROUPS = 64, ROUNDS = 5000;
         std::vector<float> kept(threads_.count());
         auto run = [&](int thread) {
             alignas(64) int8_t row[GROUPS * GROUP];
-            alignas(64) uint8_t packed[GROUP * LANES / 2];
+            alignas(64) uint8_t packed[GROUP * LANES];
             for (int i = 0; i < GROUPS * GROUP; i++) row[i] = static_cast<int8_t>(i % 251 - 125);
-            for (int i = 0; i < GROUP * LANES / 2; i++) packed[i] = static_cast<uint8_t>(i + thread);
-            const simd::Codes codes = simd::load_nibbles(packed);
+            for (int i = 0; i < GROUP * LANES; i++) packed[i] = static_cast<uint8_t>(i + thread);
+            const simd::Codes codes = KIND == NIBBLES ? simd::load_nibbles(packed) : simd::load_bytes(packed);
             Floats total = simd::zero();
             for (int i = 0; i < ROUNDS; i++)
-                for (int g = 0; g < GROUPS; g++) total = simd::add(total, simd::dot_nibbles(codes, row + g * GROUP));
+                for (int g = 0; g < GROUPS; g++) {
+                    const int8_t* x = row + g * GROUP;
+                    total = simd::add(total, KIND == NIBBLES ? simd::dot_nibbles(codes, x) : simd::dot_bytes(codes, x));
+                }
             kept[thread] = simd::sum(total);
         };
         double best = 0;
@@ -132,7 +142,6 @@ class Engine {
         return best;
     }
 
-  private:
     struct alignas(64) Line {
         char bytes[64];
     };
@@ -158,11 +167,11 @@ class Engine {
         std::chrono::steady_clock::time_point last_;
     };
 
-    // Zeroed memory that begins with a cache line: what two threads write must not share one.
+    // Memory that begins with a cache line: what two threads write must not share one.
     template <class Number>
     Number* room(size_t count) {
         const size_t lines = (count * sizeof(Number) + sizeof(Line) - 1) / sizeof(Line);
-        memory_.push_back(std::make_unique<Line[]>(lines));
+        memory_.emplace_back(new Line[lines]);
         return reinterpret_cast<Number*>(memory_.back().get());
     }
 
@@ -372,6 +381,7 @@ class Engine {
     }
 
     const Model& model_;
+    const int max_tokens_;
     Threads threads_;
     const float score_scale_;
     std::vector<std::unique_ptr<Line[]>> memory_;

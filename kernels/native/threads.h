@@ -16,14 +16,15 @@
 class Threads {
   public:
     explicit Threads(int count) : count_(count) {
-        for (int i = 1; i < count; i++) helpers_.emplace_back([this, i] { help(i); });
+        try {
+            for (int i = 1; i < count; i++) helpers_.emplace_back([this, i] { help(i); });
+        } catch (...) {  // the system gives no more of them
+            end();
+            throw;
+        }
     }
 
-    ~Threads() {
-        ending_ = true;
-        start();
-        for (auto& helper : helpers_) helper.join();
-    }
+    ~Threads() { end(); }
 
     Threads(const Threads&) = delete;
     Threads& operator=(const Threads&) = delete;
@@ -50,8 +51,14 @@ class Threads {
     static constexpr int SPINS = 1000;
 
     void start() {
-        generation_.fetch_add(1, std::memory_order_release);
+        generation_.fetch_add(1);
         generation_.notify_all();
+    }
+
+    void end() {
+        ending_ = true;
+        start();
+        for (auto& helper : helpers_) helper.join();
     }
 
     void help(int thread) {
@@ -76,7 +83,8 @@ class Threads {
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == count_ - 1) {
             last();
             arrived_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
+            // In one order with the look for sleepers that follows, or the last of them might be missed.
+            round_.store(round + 1);
             round_.notify_all();
         } else {
             wait_for_change(round_, round);

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.batch import ScheduledBatch, Seated
+from engine.batch import Padding, ScheduledBatch, Seated
 from engine.sequence import SamplingParams
 from tests.fake_checkpoint import GREEDY, FakeCheckpoint, Table, make_checkpoint, make_runner
 from tests.fakes import VOCAB_SIZE, OneOf
@@ -201,6 +201,44 @@ def test_bfloat16_is_close_to_float32(tiny: FakeCheckpoint) -> None:
         runner = make_runner(tiny, dtype="bfloat16", max_num_batched_tokens=budget)
         assert runner.kv_element_bytes == 2
         torch.testing.assert_close(torch.tensor(runner.score(token_ids)), exact, rtol=0.05, atol=0.1)
+
+
+class DeadEnd:
+    """A constraint under which no token may come."""
+
+    def begin(self, output: object) -> DeadEnd:
+        return self
+
+    def allowed(self) -> bytes:
+        return bytes(1000)
+
+    def consume(self, token_id: int) -> None:
+        raise AssertionError("nothing was drawn")
+
+    def force(self) -> tuple[int, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_seat_whose_request_was_given_no_token_can_be_padded_afterwards(tiny: FakeCheckpoint, dtype: str) -> None:
+    runner = make_runner(tiny, dtype=dtype)
+    stuck = replace(GREEDY, constraint=DeadEnd())
+    first = ScheduledBatch(
+        1, (0,), (1,), (0,), (6,), (True,), seated=(Seated(0, 1, (1,) * 6, 6, stuck),), new_blocks=((0, (0, 1)),)
+    )
+    assert list(runner.execute(first).failures) == [0]
+    second = ScheduledBatch(
+        step=2,
+        seats=(0, 1),
+        sequence_ids=(2, 3),
+        starts=(0, 0),
+        counts=(3, 10),
+        samples=(True, True),
+        seated=(Seated(0, 2, (7, 8, 9), 3, GREEDY), Seated(1, 3, tuple(range(10)), 10, GREEDY)),
+        new_blocks=((0, (0,)), (1, (1, 2, 3))),
+        padding=(Padding(0, 0, 7, samples=False),),
+    )
+    assert not runner.execute(second).failures
 
 
 def test_warm_up_leaves_the_cache_untouched(tiny: FakeCheckpoint) -> None:

@@ -17,8 +17,8 @@ from engine.loading.checkpoint import open_checkpoint
 from engine.models.native_llama import NativeLlama, why_not
 from engine.precision import choose_precision
 from kernels.cpu import kv_write
-from kernels.native import BuildError, load
 from tests.fake_checkpoint import GREEDY, FakeCheckpoint, Guest, Table, make_checkpoint, make_runner
+from tests.kernels.library import kernels_or_skip
 from tests.tiny_models import make_config, make_tensors, write_gguf
 
 if TYPE_CHECKING:
@@ -31,10 +31,7 @@ LOGPROBS = replace(GREEDY, num_logprobs=3)
 
 @pytest.fixture(scope="module")
 def _kernels() -> None:
-    try:
-        load(engine.precision.kernels_dir())
-    except BuildError as error:
-        pytest.skip(f"no native kernels: {error}")
+    kernels_or_skip()
 
 
 @pytest.fixture(scope="module")

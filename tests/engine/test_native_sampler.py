@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 import engine.model_runner
 from engine.models.native_llama import NativeLlama
-from engine.precision import kernels_dir
 from engine.sampler import SamplingRows, sample, sample_rows
 from engine.sequence import SamplingParams
 from kernels import build as building
-from kernels.native import BuildError, load
 from tests.engine.test_sampler import DRAWS, probabilities_of
 from tests.fake_checkpoint import GREEDY, Table, make_checkpoint, make_runner
+from tests.kernels.library import kernels_or_skip
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,10 +59,7 @@ def model() -> NativeLlama:
 
 
 def make_model(num_threads: int) -> NativeLlama:
-    try:
-        load(kernels_dir())
-    except BuildError as error:
-        pytest.skip(f"no native kernels: {error}")
+    kernels_or_skip()
     model = make_runner(make_checkpoint(num_layers=1), dtype="int8", num_threads=num_threads).model
     assert isinstance(model, NativeLlama)
     return model

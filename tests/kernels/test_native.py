@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,19 +19,15 @@ from engine.precision import kernels_dir
 from kernels import build as building
 from kernels import reference
 from kernels.blocks import BLOCK_BYTES, Blocks, as_blocks, quantize, read_blocks, stack
-from kernels.native import Arena, BuildError, Library, PackedMatrix, load
+from kernels.build import BuildError
+from kernels.native import Arena, Library, PackedMatrix, load
+from tests.kernels.library import kernels_or_skip
 from tests.kernels.test_paged_attention import make_case
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
 def library() -> Library:
-    try:
-        return load(kernels_dir())
-    except BuildError as error:
-        pytest.skip(f"no native kernels: {error}")
+    return kernels_or_skip()
 
 
 def random_blocks(rows: int, cols: int, *, nibbles: bool, seed: int = 0) -> Blocks:
@@ -201,11 +197,48 @@ def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pyte
         building.build(tmp_path)
 
 
+@pytest.mark.parametrize("command", [" ", 'g++ "-O1'])
+def test_a_compiler_that_is_no_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(BuildError, match=r"\$CXX is"):
+        building.build(tmp_path)
+
+
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="could not be compiled into"):
         building.build(tmp_path / "file" / "below")
+
+
+def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file where a library would lie; nothing is compiled."""
+    monkeypatch.setattr(building, "_compile", lambda command: Path(command[command.index("-o") + 1]).write_text("none"))
+    monkeypatch.setenv("CXX", "true")
+    return building.build(folder)
+
+
+def test_what_others_may_write_to_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = compiled(tmp_path / "own", monkeypatch)
+    assert building.build(path.parent) == path
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    for mine in (path, path.parent):
+        mode = mine.stat().st_mode
+        mine.chmod(mode | 0o002)
+        with pytest.raises(BuildError, match="others may write to it"):
+            building.build(path.parent)
+        mine.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(BuildError, match="belongs to somebody else"):
+        building.build(path.parent)
+
+
+def test_a_damaged_library_is_made_anew_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    path = compiled(tmp_path / "own", monkeypatch)
+    with pytest.raises(BuildError, match="cannot be loaded"):
+        load(path.parent, announce=lambda: made.append("again"))
+    assert made == ["again"]
 
 
 def test_a_library_that_is_none_is_told(tmp_path: Path) -> None:
@@ -227,15 +260,15 @@ def test_a_library_that_computes_wrongly_is_not_used(library: Library, monkeypat
 
 
 def test_a_compiled_library_is_used_again(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: object, **kwargs: object) -> None:
+    def never(command: list[str]) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(subprocess, "run", never)
+    monkeypatch.setattr(building, "_compile", never)
     assert load(kernels_dir()).instructions == library.instructions
 
 
 def test_the_whole_of_it_runs_without_undefined_behaviour(library: Library, tmp_path: Path) -> None:
-    """The same calls in a library that checks every address."""
+    """Products and attention in a library that checks its arithmetic."""
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, torch\n"

@@ -66,6 +66,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+    ({"reasoning_effort": 3}, "reasoning_effort"),
     ({"functions": [{}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
     ({"tool_choice": "required"}, "tool_choice"),

@@ -27,6 +27,10 @@ class BuildError(Exception):
     """There is no library, and this is why."""
 
 
+class DamagedError(BuildError):
+    """What lies there is no library, or one of another machine; compiling again may help."""
+
+
 def build(folder: Path, *, announce: Callable[[], None] = lambda: None) -> Path:
     """The compiled library for this source, compiler and processor; made if it is not there yet.
 
@@ -51,16 +55,15 @@ def build(folder: Path, *, announce: Callable[[], None] = lambda: None) -> Path:
             result = Path(scratch) / "kernels.so"
             _compile([*compiler, *FLAGS, "-o", str(result), str(SOURCES / "relevo.cpp")])
             result.replace(path)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{compiler[0]} took longer than {TIMEOUT_SECONDS} s") from error
     except OSError as error:
         raise BuildError(f"they could not be compiled into {folder}: {error}") from error
     return path
 
 
 def _compile(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)  # noqa: S603
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{command[0]} took longer than {TIMEOUT_SECONDS} s") from error
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)  # noqa: S603
     if done.returncode != 0:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
         raise BuildError(f"{command[0]} could not compile them: {first or f'exit {done.returncode}'}")

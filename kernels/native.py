@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kernels.blocks import GROUP, Blocks
-from kernels.build import BuildError, build
+from kernels.build import BuildError, DamagedError, build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +138,7 @@ class Library:
             self.calls = ctypes.CDLL(str(path))
             _declare(self.calls)
         except (OSError, AttributeError) as error:
-            raise BuildError(f"they cannot be loaded: {error}") from error
+            raise DamagedError(f"they cannot be loaded: {error}") from error
         self.instructions: str = self.calls.relevo_instructions().decode()
         self.piece: int = self.calls.relevo_piece()
         self._try()
@@ -246,7 +246,7 @@ def load(folder: Path, *, announce: Callable[[], None] = lambda: None) -> Librar
     path = build(folder, announce=announce)
     try:
         return Library(path)
-    except BuildError:
+    except DamagedError:
         path.unlink(missing_ok=True)
         return Library(build(folder, announce=announce))
 

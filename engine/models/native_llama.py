@@ -147,13 +147,13 @@ class NativeLlama:
             raise ValueError(f"expected {config.num_layers} caches of float16 blocks {block_shape}")
         if num_tokens > self._max_tokens:
             raise ValueError(f"a step of {num_tokens} tokens, made for {self._max_tokens}")
-        hidden = torch.empty(num_tokens, self.config.hidden_size)
+        hidden = torch.empty(num_tokens, config.hidden_size)
         rows, caches = inputs.rows, (ctypes.c_void_p * len(kv_caches))(*[cache.data_ptr() for cache in kv_caches])
         step = StepStruct(
             num_tokens,
             len(rows.seq_lens),
             rows.block_tables.shape[1],
-            kv_caches[0].shape[0],
+            first.shape[0],
             inputs.input_ids.data_ptr(),
             inputs.positions.data_ptr(),
             inputs.block_ids.data_ptr(),
@@ -221,7 +221,7 @@ class NativeLlama:
         config = self.config
 
         def take(name: str) -> torch.Tensor | Blocks:
-            return parts.pop(f"model.layers.{index}.{name}.weight")
+            return parts.pop(f"{LAYER_PREFIX}{index}.{name}.weight")
 
         order = neighbour_order(config.head_size)
         query, key = (self._blocks(take(f"self_attn.{name}_proj")) for name in "qk")

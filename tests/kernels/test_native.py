@@ -204,6 +204,16 @@ def test_a_compiler_that_is_no_command_is_told(tmp_path: Path, monkeypatch: pyte
         building.build(tmp_path)
 
 
+def test_a_compiler_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = tmp_path / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o700)
+    monkeypatch.setenv("CXX", str(hanging))
+    monkeypatch.setattr(building, "TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(BuildError, match=r"hanging took longer than 0.2 s"):
+        building.build(tmp_path / "kernels")
+
+
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
     (tmp_path / "file").write_text("")
@@ -254,7 +264,11 @@ def test_a_library_that_computes_wrongly_is_not_used(library: Library, monkeypat
     def wrong(self: Library, x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
         return right(self, x, matrix) * 1.2
 
+    def never(command: list[str]) -> None:
+        raise AssertionError("the same would come out again")
+
     monkeypatch.setattr(Library, "multiply", wrong)
+    monkeypatch.setattr(building, "_compile", never)
     with pytest.raises(BuildError, match="wrong on this processor"):
         load(kernels_dir())
 

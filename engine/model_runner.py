@@ -92,8 +92,9 @@ class ModelRunner:
         torch.set_num_threads(self._num_threads)
         if self._checkpoint is None:
             raise RuntimeError("the model is loaded already")
+        checkpoint, self._checkpoint = self._checkpoint, None  # the file stays mapped as long as somebody holds it
         self.model = self.precision.build(
-            self._checkpoint,
+            checkpoint,
             num_threads=self._num_threads,
             max_tokens=self._max_num_batched_tokens,
             max_model_len=self._max_model_len,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -256,3 +258,15 @@ def test_the_cache_is_declared(tiny: FakeCheckpoint) -> None:
     (group,) = runner.cache_spec.groups
     assert (group.kind, group.layers, group.num_kv_heads, group.head_size) == ("full", (0, 1), 2, 16)
     assert runner.cache_spec.bytes_per_token(runner.kv_element_bytes) == 2 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_loaded_model_lets_go_of_its_file(dtype: str) -> None:
+    checkpoint = make_checkpoint()
+    held = weakref.ref(checkpoint)
+    runner = make_runner(checkpoint, dtype=dtype)
+    del checkpoint
+    gc.collect()
+    assert held() is None
+    with pytest.raises(RuntimeError, match="loaded already"):
+        runner.load()

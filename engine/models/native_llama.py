@@ -123,7 +123,7 @@ class NativeLlama:
         return self._read_bytes
 
     def product_rate(self) -> float:
-        """Operations a second of the products' innermost loop on data at hand, two for each weight and row."""
+        """Operations a second of the products' own loop on data at hand, two for each weight and row."""
         rate: float = self._library.calls.relevo_dot_rate(self._engine)
         return rate
 

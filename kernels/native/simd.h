@@ -68,61 +68,36 @@ inline int store_codes(int8_t* p, Floats x) {
     return _mm512_reduce_add_epi32(q);
 }
 
-struct Codes {
-    __m512i v[8];
-    __m512i offset;
-};
+using Codes = __m512i;
+using Sums = __m512i;
 
-inline Codes load_nibbles(const uint8_t* p) {
-    Codes w;
-    const __m512i low = _mm512_set1_epi8(15);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        __m512i pair = _mm512_loadu_si512(p + 64 * i);
-        w.v[2 * i] = _mm512_and_si512(pair, low);
-        w.v[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(pair, 4), low);
-    }
-    return w;
-}
-
-inline Codes load_bytes(const uint8_t* p) {
-    Codes w;
-    w.offset = _mm512_setzero_si512();
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        w.v[i] = _mm512_loadu_si512(p + 64 * i);
-        w.offset = _mm512_dpbusd_epi32(w.offset, _mm512_set1_epi8(-128), w.v[i]);
-    }
-    return w;
-}
-
-inline int32_t four_codes(const int8_t* a) {
+inline int32_t four(const int8_t* a) {
     int32_t x;
     std::memcpy(&x, a, 4);
     return x;
 }
 
-inline Floats dot_nibbles(const Codes& w, const int8_t* a) {
-    __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        even = _mm512_dpbusd_epi32(even, w.v[2 * i], _mm512_set1_epi32(four_codes(a + 8 * i)));
-        odd = _mm512_dpbusd_epi32(odd, w.v[2 * i + 1], _mm512_set1_epi32(four_codes(a + 8 * i + 4)));
-    }
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
+inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Codes low_nibbles(Codes w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+inline Codes high_nibbles(Codes w) { return low_nibbles(_mm512_srli_epi16(w, 4)); }
+inline Sums begin_nibbles() { return _mm512_setzero_si512(); }
+inline Sums add_nibbles(Sums s, Codes w, const int8_t* a) {
+    return _mm512_dpbusd_epi32(s, w, _mm512_set1_epi32(four(a)));
 }
+inline Floats end_nibbles(Sums s) { return _mm512_cvtepi32_ps(s); }
 
-// The instruction wants its first factor unsigned: activations are lifted by 128 and the weights' sum is taken back.
-inline Floats dot_bytes(const Codes& w, const int8_t* a) {
-    __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
-    const int32_t lift = static_cast<int32_t>(0x80808080);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        even = _mm512_dpbusd_epi32(even, _mm512_set1_epi32(four_codes(a + 8 * i) ^ lift), w.v[2 * i]);
-        odd = _mm512_dpbusd_epi32(odd, _mm512_set1_epi32(four_codes(a + 8 * i + 4) ^ lift), w.v[2 * i + 1]);
-    }
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(even, odd), w.offset));
+// The instruction wants its first factor unsigned: activations are lifted by 128, and what the weights make of that is
+// taken off beforehand.
+inline Sums begin_bytes(const uint8_t* p) {
+    Sums lift = _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) lift = _mm512_dpbusd_epi32(lift, _mm512_set1_epi8(-128), load_codes(p + 64 * i));
+    return _mm512_sub_epi32(_mm512_setzero_si512(), lift);
 }
+inline Sums add_bytes(Sums s, Codes w, const int8_t* a) {
+    return _mm512_dpbusd_epi32(s, _mm512_set1_epi32(four(a) ^ static_cast<int32_t>(0x80808080)), w);
+}
+inline Floats end_bytes(Sums s) { return _mm512_cvtepi32_ps(s); }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
@@ -183,53 +158,40 @@ inline int store_codes(int8_t* p, Floats x) {
     return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
 }
 
-struct Codes {
-    __m256i v[8];
-};
+using Codes = __m256i;
+using Sums = __m256i;
 
-inline Codes load_nibbles(const uint8_t* p) {
-    Codes w;
-    const __m256i low = _mm256_set1_epi8(15);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        __m256i pair = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * i));
-        w.v[2 * i] = _mm256_and_si256(pair, low);
-        w.v[2 * i + 1] = _mm256_and_si256(_mm256_srli_epi16(pair, 4), low);
-    }
-    return w;
-}
-
-inline Codes load_bytes(const uint8_t* p) {
-    Codes w;
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) w.v[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * i));
-    return w;
-}
-
-inline __m256i four_codes(const int8_t* a) {
+inline __m256i four(const int8_t* a) {
     int32_t x;
     std::memcpy(&x, a, 4);
     return _mm256_set1_epi32(x);
 }
 
-// Sixteen products of at most 15 * 128 fit in 16 bits, so the widening to 32 happens once a group.
-inline Floats dot_nibbles(const Codes& w, const int8_t* a) {
-    __m256i s = _mm256_maddubs_epi16(w.v[0], four_codes(a));
-#pragma GCC unroll 7
-    for (int i = 1; i < 8; i++) s = _mm256_add_epi16(s, _mm256_maddubs_epi16(w.v[i], four_codes(a + 4 * i)));
-    return _mm256_cvtepi32_ps(_mm256_madd_epi16(s, _mm256_set1_epi16(1)));
+// Sums stay in their order: the compiler would rather have many products wait for few additions, and then it has no
+// registers left to keep them in (gcc 12: 1.4 times the time).
+inline Sums in_order(Sums s) {
+    asm("" : "+x"(s));
+    return s;
 }
 
-// The instruction wants its first factor unsigned: weights go in without their signs, activations with them.
-inline Floats dot_bytes(const Codes& w, const int8_t* a) {
-    __m256i s = _mm256_setzero_si256();
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w.v[i]), _mm256_sign_epi8(four_codes(a + 4 * i), w.v[i]));
-        s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
-    return _mm256_cvtepi32_ps(s);
+inline Codes load_codes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline Codes low_nibbles(Codes w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
+inline Codes high_nibbles(Codes w) { return low_nibbles(_mm256_srli_epi16(w, 4)); }
+
+// Sixteen products of at most 15 * 128 fit in 16 bits, so the widening to 32 happens once a group.
+inline Sums begin_nibbles() { return _mm256_setzero_si256(); }
+inline Sums add_nibbles(Sums s, Codes w, const int8_t* a) {
+    return in_order(_mm256_add_epi16(s, _mm256_maddubs_epi16(w, four(a))));
 }
+inline Floats end_nibbles(Sums s) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(s, _mm256_set1_epi16(1))); }
+
+// The instruction wants its first factor unsigned: weights go in without their signs, activations with them.
+inline Sums begin_bytes(const uint8_t*) { return _mm256_setzero_si256(); }
+inline Sums add_bytes(Sums s, Codes w, const int8_t* a) {
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four(a), w));
+    return in_order(_mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+}
+inline Floats end_bytes(Sums s) { return _mm256_cvtepi32_ps(s); }
 
 #else
 
@@ -324,34 +286,40 @@ inline int store_codes(int8_t* p, Floats x) {
 }
 
 struct Codes {
-    int8_t v[GROUP][LANES];
+    int8_t v[4][LANES];
+};
+struct Sums {
+    int32_t v[LANES];
 };
 
-inline Codes load_nibbles(const uint8_t* p) {
+inline Codes load_codes(const uint8_t* p) {
     Codes w;
-    for (int k = 0; k < GROUP; k++)
-        for (int n = 0; n < LANES; n++) {
-            const uint8_t pair = p[(k / 8) * 4 * LANES + 4 * n + k % 4];
-            w.v[k][n] = static_cast<int8_t>(k % 8 < 4 ? pair & 15 : pair >> 4);
-        }
+    for (int k = 0; k < 4; k++)
+        for (int n = 0; n < LANES; n++) w.v[k][n] = static_cast<int8_t>(p[4 * n + k]);
     return w;
 }
-
-inline Codes load_bytes(const uint8_t* p) {
-    Codes w;
-    for (int k = 0; k < GROUP; k++)
-        for (int n = 0; n < LANES; n++) w.v[k][n] = static_cast<int8_t>(p[(k / 4) * 4 * LANES + 4 * n + k % 4]);
+inline Codes low_nibbles(Codes w) {
+    for (auto& line : w.v)
+        for (int8_t& code : line) code &= 15;
     return w;
 }
-
-inline Floats dot_codes(const Codes& w, const int8_t* a) {
-    int32_t s[LANES] = {};
-    for (int k = 0; k < GROUP; k++)
-        for (int n = 0; n < LANES; n++) s[n] += w.v[k][n] * a[k];
-    return each([&](int n) { return static_cast<float>(s[n]); });
+inline Codes high_nibbles(Codes w) {
+    for (auto& line : w.v)
+        for (int8_t& code : line) code = static_cast<int8_t>(static_cast<uint8_t>(code) >> 4);
+    return w;
 }
-inline Floats dot_nibbles(const Codes& w, const int8_t* a) { return dot_codes(w, a); }
-inline Floats dot_bytes(const Codes& w, const int8_t* a) { return dot_codes(w, a); }
+inline Sums add_bytes(Sums s, const Codes& w, const int8_t* a) {
+    for (int k = 0; k < 4; k++)
+        for (int n = 0; n < LANES; n++) s.v[n] += w.v[k][n] * a[k];
+    return s;
+}
+inline Floats end_bytes(const Sums& s) {
+    return each([&](int n) { return static_cast<float>(s.v[n]); });
+}
+inline Sums begin_bytes(const uint8_t*) { return {}; }
+inline Sums begin_nibbles() { return {}; }
+inline Sums add_nibbles(const Sums& s, const Codes& w, const int8_t* a) { return add_bytes(s, w, a); }
+inline Floats end_nibbles(const Sums& s) { return end_bytes(s); }
 
 #endif
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from app.api.errors import ApiError
+from app.errors import ApiError
 from app.key_store import NameTakenError, StateError, open_store
 from app.keys import Digests, Keyring, make_secret
 

@@ -1,9 +1,8 @@
-"""`relevo serve`: the engine outside, the HTTP server inside, so that a crash of the engine ends the process."""
+"""The HTTP server around a running engine, until a signal ends it."""
 
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import socket
 import sys
@@ -15,17 +14,16 @@ from hypercorn.trio import serve as serve_asgi
 
 from app.audit import AuditLog
 from app.callers import Callers
-from app.config import environment, state_dir
 from app.connections import ConnectionConfig, use_connections
 from app.http import Context, create_app
-from app.key_service import KeyService, open_keys
+from app.interpreter import tune_interpreter
+from app.key_service import KeyService
 from app.keys import Keyring
 from app.lifecycle import FAREWELL_SECONDS, Lifecycle
 from app.limits import Limits
-from app.listening import cannot_listen, open_listening_socket
+from app.listening import cannot_listen
 from app.live_config import LiveConfig
 from app.telemetry import Telemetry
-from engine.engine import open_engine
 
 if TYPE_CHECKING:
     from app.config import Settings
@@ -33,50 +31,13 @@ if TYPE_CHECKING:
 
 BACKLOG: Final = 1024
 GRACEFUL_SECONDS: Final = 5.0
-COLLECT_AFTER: Final = (10_000, 20, 20)
-SWITCH_SECONDS: Final = 0.0005
-
-
-async def serve(settings: Settings) -> int:
-    """Load the model and serve until a signal asks for the end.
-
-    Returns:
-        The exit code: 0 after a drain.
-
-    Raises:
-        RelevoError: a setting is wrong, the port is taken or the model cannot be loaded.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    async with open_keys(settings, state_dir(settings, environment())) as keys:
-        Callers(settings, keys.keyring)  # unknown names of keys are refused before the model is loaded
-        with open_listening_socket(settings.server.host, settings.server.port) as listener:
-            async with open_engine(settings.engine_config()) as engine:
-                tune_interpreter()
-                await serve_engine(settings, engine, listener, keys)
-    # Only now: a hung step holds the engine's end, too.
-    faulthandler.cancel_dump_traceback_later()
-    return 0
-
-
-def tune_interpreter() -> None:
-    """Set Python up for an event loop beside a thread that computes; called once everything is loaded.
-
-    What lives until the end, torch above all, is taken out of what the garbage collector looks through.
-
-    Each answer's tasks and scopes are garbage in cycles. Without this the collector took a quarter of the event loop's
-    time at sixteen streams, walking through modules that never change.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
-    # A step comes back to Python several times, and each time waits for the event loop to let go of the interpreter.
-    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 async def serve_engine(
     settings: Settings, engine: Engine, listener: socket.socket, keys: KeyService | None = None
 ) -> None:
     """Serve a running engine on a bound socket until a signal; the socket is closed at the end."""
+    tune_interpreter()
     lifecycle = Lifecycle()
     context = make_context(settings, engine, lifecycle, keys)
     drain_seconds = settings.server.drain_timeout_seconds

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quart import Response
 from werkzeug.exceptions import HTTPException
 
+from app.errors import ApiError as ApiError  # the routes have it from here
 from engine.errors import ContextLengthError, QueueFullError, RelevoError, RequestError, UnavailableError
 
 if TYPE_CHECKING:
@@ -31,18 +32,6 @@ _MESSAGES = {
     413: "The request's body is larger than this server takes.",
     415: "Send the body as application/json, not compressed.",
 }
-
-
-class ApiError(RelevoError):
-    """An error with a status of its own, raised by the HTTP side."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.extra: dict[str, Any] = {}
-        self.headers: dict[str, str] = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
 
 class ModelNameError(ApiError):

@@ -10,6 +10,7 @@ import trio
 from app.cli.options import ALL_SECTIONS, Parser, add_command, add_settings, settings_of
 from app.cli.pull import with_model
 from app.config import environment, is_loopback, state_dir
+from app.interpreter import nothing_collected
 from app.key_store import has_keys
 from app.listening import open_listening_socket
 
@@ -34,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     # The address is bound again when it is needed; here it only has to be free.
     open_listening_socket(settings.server.host, settings.server.port).close()
     print(f"Loading {name} ...", file=sys.stderr, flush=True)
-    from app.server import serve  # torch and Quart take seconds to import; wrong use is answered before
+    with nothing_collected():
+        import engine.startup  # noqa: F401  torch takes seconds to import; wrong use is answered before
+        from app.start import serve
 
-    return trio.run(serve, settings)
+        return trio.run(serve, settings)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import app.cli.pull
-import app.server
+import app.start
 import engine.engine
 import engine.loading.fetch
 from app.cli.progress import Progress
@@ -155,7 +155,7 @@ def test_a_model_is_looked_up_once_and_keeps_its_name(
         return 0
 
     monkeypatch.setattr(app.cli.pull, "fetch", fetch)
-    monkeypatch.setattr(app.server, "serve", serve)
+    monkeypatch.setattr(app.start, "serve", serve)
     assert run("serve", "--port", 0, *flags)[0] == 0
     config = seen[0].engine_config()
     assert (asked, config.model, config.served_model_name) == (["org/name"], str(tmp_path), served)
@@ -175,7 +175,7 @@ def test_keys_that_were_made_before_count_beyond_loopback(
     async def serve(_: Settings) -> int:
         return 0
 
-    monkeypatch.setattr(app.server, "serve", serve)
+    monkeypatch.setattr(app.start, "serve", serve)
     words = ("serve", "--host", "0.0.0.0", "--port", 0, "--admin-token", "t", "--state-dir", tmp_path)
     assert run(*words)[0] == 2
     store = open_store(tmp_path).store

@@ -1,0 +1,47 @@
+"""`relevo serve`: the engine outside, the HTTP server inside, so that a crash of the engine ends the process.
+
+What takes long at the start is done side by side.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import trio
+
+from app.callers import Callers
+from app.config import environment, state_dir
+from app.key_service import open_keys
+from app.listening import open_listening_socket
+from engine.engine import open_engine
+
+if TYPE_CHECKING:
+    from app.config import Settings
+
+
+async def serve(settings: Settings) -> int:
+    """Load the model and serve until a signal asks for the end.
+
+    Returns:
+        The exit code: 0 after a drain.
+
+    Raises:
+        RelevoError: a setting is wrong, the port is taken or the model cannot be loaded.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    async with open_keys(settings, state_dir(settings, environment())) as keys, trio.open_nursery() as nursery:
+        Callers(settings, keys.keyring)  # unknown names of keys are refused before the model is loaded
+        with open_listening_socket(settings.server.host, settings.server.port) as listener:
+            # Loading lets go of the interpreter for about half of its time: enough to import Quart and the routes.
+            nursery.start_soon(partial(trio.to_thread.run_sync, import_module, "app.server", abandon_on_cancel=True))
+            async with open_engine(settings.engine_config()) as engine:
+                from app.server import serve_engine
+
+                await serve_engine(settings, engine, listener, keys)
+    # Only now: a hung step holds the engine's end, too.
+    faulthandler.cancel_dump_traceback_later()
+    return 0

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.processors import available_cores
+
 if TYPE_CHECKING:
     from engine.precision import Model
 
@@ -54,11 +56,11 @@ def measure_machine(model: Model) -> Machine:
 
 
 def machine_facts(num_threads: int = 0) -> dict[str, str]:
-    """What the machine is, in words, without measuring it; 0 threads are as many as torch takes by itself."""
+    """What the machine is, in words, without measuring it; 0 threads are as many as there are cores to take."""
     return {
         "processor": processor_name(),
         "vector_extension": torch.backends.cpu.get_cpu_capability(),
-        "threads": f"{num_threads or torch.get_num_threads()} threads",
+        "threads": f"{num_threads or available_cores()} threads",
         "torch": f"torch {torch.__version__}",
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from engine.loading.fetch import resolve_model
 from engine.loading.vocabulary import vocabulary_remarks
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
+from engine.processors import available_cores
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -36,7 +36,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     runner = ModelRunner(
         checkpoint,
         dtype=config.dtype,
-        num_threads=config.num_threads or _num_cores(),
+        num_threads=config.num_threads or available_cores(),
         max_num_seqs=config.capacity_num_seqs,
         max_num_batched_tokens=config.capacity_num_batched_tokens,
         max_model_len=max_model_len,
@@ -70,11 +70,6 @@ def _context_length(config: EngineConfig, trained: int) -> int:
             f"set it to {trained} or less."
         )
     return config.max_model_len or trained
-
-
-def _num_cores() -> int:
-    """Cores that this process may use; a container may leave it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_token: int) -> int:

@@ -53,7 +53,7 @@ class EngineSection(Section):
     """`[engine]`."""
 
     num_threads: int | None = _setting(
-        None, "threads", "how many compute; auto is one a core", absent="auto", ge=1, le=1024
+        None, "threads", "how many compute; auto is one for each core there is to take", absent="auto", ge=1, le=1024
     )
 
 

@@ -52,7 +52,7 @@ class EngineConfig:
         dtype: one of `engine.precision.NAMES`.
         max_model_len: context length in tokens; `None` is the model's own.
         served_model_name: the name clients use; `None` is the model's own.
-        num_threads: threads of torch's pool and of the native kernels; 0 is one a core.
+        num_threads: threads of torch's pool and of the native kernels; 0 is one for each core there is to take.
         block_size: tokens of a KV block.
         cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
         long_prefill_token_threshold, policy, admission, dynamic_preferred_size, dynamic_max_queue_delay_seconds: as in

@@ -1,4 +1,4 @@
-"""Under what names the guard around the application keeps things in the scope of an ASGI call."""
+"""Under what names the layers around the application keep things in the scope of an ASGI call."""
 
 from __future__ import annotations
 
@@ -6,3 +6,5 @@ from typing import Final
 
 HANDLES: Final = "relevo.handles"
 PERMITS: Final = "relevo.permits"
+# A function that takes a piece of the answer's body at once, where the connection has one; see `Connection`.
+WRITE_NOW: Final = "relevo.write_now"

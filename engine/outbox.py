@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -34,9 +34,8 @@ class Usage:
     timing: Timing = Timing()
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A piece of an answer.
+class Delta(NamedTuple):
+    """A piece of an answer; there is one for every token.
 
     Attributes:
         text: what may be shown; empty when tokens are held back or stand for nothing visible.
@@ -75,7 +74,8 @@ class Outbox:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._news = trio.Event()
+        self._has_news = False
+        self._awaited: trio.Event | None = None
 
     def append(self, text: str, token_id: int, now: float, logprobs: Iterable[TokenLogprobs] = ()) -> None:
         """Add a token, and the text and the log-probabilities that became certain with it."""
@@ -87,8 +87,7 @@ class Outbox:
         self.num_tokens += 1
         if self.unread_since is None:
             self.unread_since = now
-        self._news.set()
-        self.on_news()
+        self._announce()
 
     def close(
         self,
@@ -102,20 +101,33 @@ class Outbox:
         """Add the last text and the ending. Only the first ending counts."""
         if self.last is None:
             self.last = Delta(text, (), reason, error, usage, logprobs, stop)
-            self._news.set()
-            self.on_news()
+            self._announce()
 
     async def take(self) -> Delta:
-        """Wait for news and take all of it: several steps' worth when the reader was slow. Safe to cancel."""
-        await self._news.wait()
+        """Wait for news and take all of it: several steps' worth when the reader was slow. Safe to cancel.
+
+        There is one reader.
+        """
+        if self._has_news:
+            await trio.lowlevel.checkpoint()
+        else:
+            self._awaited = trio.Event()
+            await self._awaited.wait()
         return self._take()
 
     def take_now(self) -> Delta | None:
         """All the news there is, or `None`."""
-        return self._take() if self._news.is_set() else None
+        return self._take() if self._has_news else None
+
+    def _announce(self) -> None:
+        self._has_news = True
+        if self._awaited is not None:
+            self._awaited.set()
+            self._awaited = None
+        self.on_news()
 
     def _take(self) -> Delta:
-        self._news = trio.Event()
+        self._has_news = False
         self.unread_since = None
         text, token_ids, logprobs = "".join(self._text), tuple(self._token_ids), tuple(self._logprobs)
         last = self.last

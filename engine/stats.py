@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.config import NO_TARGETS
+from engine.ordered import Ordered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -19,7 +20,7 @@ RATE_SECONDS = 10.0
 MAX_SAMPLES = 32_768
 
 
-def nearest_rank(ordered: Seq[float], percent: int) -> float:
+def nearest_rank(ordered: Seq[float] | Ordered, percent: int) -> float:
     """The smallest of some samples that at least `percent` per cent of them do not exceed.
 
     Args:
@@ -67,12 +68,12 @@ class SlidingWindow:
         self.seconds = seconds
         self.max_samples = max_samples
         self._arrived: deque[tuple[float, float]] = deque()
-        self._sorted: list[float] = []
+        self._sorted = Ordered()
 
     def add(self, now: float, value: float) -> None:
         """Take a sample at time `now` (never decreasing)."""
         self._arrived.append((now, value))
-        insort(self._sorted, value)
+        self._sorted.add(value)
         if len(self._arrived) > self.max_samples:
             self._drop_oldest()
 
@@ -94,7 +95,7 @@ class SlidingWindow:
 
     def _drop_oldest(self) -> None:
         _, value = self._arrived.popleft()
-        del self._sorted[bisect_left(self._sorted, value)]
+        self._sorted.remove(value)
 
 
 class Rate:

@@ -23,8 +23,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 RULES = {
     "sequence", "block_pool",
     "prefix_cache", "plan", "kv_cache", "batch", "cache_spec", "scheduler", "policy",
-    "batching", "counters", "seats", "work_class", "detokenizer", "stats", "waiting",
-    "errors", "constraint",
+    "batching", "counters", "drafting", "seats", "work_class", "detokenizer", "stats", "waiting",
+    "errors", "constraint", "ordered",
 }  # fmt: skip
 # Caches have places of their own, named by variables that are not Relevo's.
 READS_ENVIRONMENT = {"app/config.py", "engine/loading/fetch.py", "kernels/build.py"}

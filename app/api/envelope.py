@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from app.api.logprobs import ChatWriter, CompletionWriter, Writer
@@ -189,9 +190,9 @@ class ChatEnvelope(OpenAIEnvelope):
         """The part under `delta`."""
         match part:
             case Text(text):
-                return f'"delta":{{"content":{json.dumps(text)}}}'
+                return f'"delta":{{"content":{quoted(text)}}}'
             case Thinking(text):
-                return f'"delta":{{"reasoning_content":{json.dumps(text)}}}'
+                return f'"delta":{{"reasoning_content":{quoted(text)}}}'
             case CallBegun(index, call_id, name):
                 call = _call(call_id, name, "")
             case CallArguments(index, text):
@@ -240,7 +241,7 @@ class CompletionEnvelope(OpenAIEnvelope):
 
     def members(self, part: Part) -> str:
         """The text as it is; there is nothing but text here."""
-        return f'"text":{json.dumps(join_text([part]))}'
+        return f'"text":{quoted(join_text([part]))}'
 
     def whole_members(self, choice: Written) -> dict[str, Any]:
         """The text as it is."""

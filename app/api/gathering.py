@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -37,19 +38,32 @@ class Gathering:
     def __init__(self, handles: Sequence[Handle]) -> None:
         self.handles: list[Handle] = []
         self._news = trio.Event()
+        self._at_once: Callable[[int], bool] | None = None
         for handle in handles:
             self.add(handle)
 
     def add(self, handle: Handle) -> None:
         """One more choice."""
+        index = len(self.handles)
         self.handles.append(handle)
-        handle.outbox.on_news = self._ring
-        self._ring()  # something may have come before
+        handle.outbox.on_news = partial(self._ring, index)
+        self._ring(index)  # something may have come before
 
-    async def take(self, until: float = math.inf) -> list[tuple[int, Delta]]:
-        """Wait for news of any choice and take all there is, by index; nothing when `until` has come first."""
-        with trio.move_on_at(until):
-            await self._news.wait()
+    async def take(
+        self, until: float = math.inf, at_once: Callable[[int], bool] | None = None
+    ) -> list[tuple[int, Delta]]:
+        """Wait for news of any choice and take all there is, by index; nothing when `until` has come first.
+
+        Args:
+            at_once: called with the index of a choice as soon as there is news of it, while this waits. Says whether
+                that was all there is to do; then this goes on waiting. It runs in the engine's task: must not raise.
+        """
+        self._at_once = at_once
+        try:
+            with trio.move_on_at(until):
+                await self._news.wait()
+        finally:
+            self._at_once = None
         self._news = trio.Event()
         found = [(index, handle.outbox.take_now()) for index, handle in enumerate(self.handles)]
         return [(index, delta) for index, delta in found if delta is not None]
@@ -59,8 +73,11 @@ class Gathering:
         for handle in self.handles:
             handle.abort(cause)
 
-    def _ring(self) -> None:
-        self._news.set()
+    def _ring(self, index: int) -> None:
+        if self._news.is_set():
+            return
+        if self._at_once is None or not self._at_once(index):
+            self._news.set()
 
 
 class Choices:

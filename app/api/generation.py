@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 from quart import Response, g, request
@@ -15,12 +15,12 @@ from app.api.aside import dump_in_pieces, run_aside
 from app.api.errors import ApiError, describe
 from app.api.gathering import TOKEN_SIZE, Choices, Gathering, Whole, size_of, submit_choices
 from app.api.requests import read_json
-from app.call_scope import HANDLES
+from app.call_scope import HANDLES, WRITE_NOW
 from engine.errors import DrainingError, EngineError, InvalidRequestError, OwnFault, QueueFullError
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from app.api.planning import Plan, Planner
     from app.http import Context
@@ -42,13 +42,19 @@ class Generation:
     gathering: Gathering
     deadline: float
 
-    async def read(self, until: float = math.inf) -> list[tuple[int, Delta]]:
-        """The next pieces by index of their choice, or none when `until` has come. Past the deadline it is ended."""
+    async def read(
+        self, until: float = math.inf, at_once: Callable[[int], bool] | None = None
+    ) -> list[tuple[int, Delta]]:
+        """The next pieces by index of their choice, or none when `until` has come. Past the deadline it is ended.
+
+        Args:
+            at_once: see `Gathering.take`.
+        """
         if trio.current_time() >= self.deadline:
             self.gathering.abort("timeout")
         else:
             until = min(until, self.deadline)
-        return await self.gathering.take(until)
+        return await self.gathering.take(until, at_once)
 
 
 async def generate(context: Context, planner: Planner) -> Response:
@@ -87,7 +93,10 @@ async def respond(generation: Generation) -> Response:
             raise ending_error(FinishReason.ABORT, handle.abort_cause)
     if not generation.plan.body.stream:
         return await _respond_whole(generation)
-    response = Response(_stream(generation), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
+    call: dict[str, Any] = request.scope  # type: ignore[assignment]
+    response = Response(
+        EventStream(generation, call.get(WRITE_NOW)).run(), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS
+    )
     # Quart would cut the stream after its own response timeout; the deadline above is the limit.
     response.timeout = None
     return response
@@ -126,36 +135,76 @@ async def _respond_whole(generation: Generation) -> Response:
     return Response(text, content_type="application/json")
 
 
-async def _stream(generation: Generation) -> AsyncIterator[bytes]:
-    """All bytes of a stream. A heartbeat is due when nothing was sent for a while, whatever was generated.
+class EventStream:
+    """A streamed answer. A heartbeat is due when nothing was sent for a while, whatever was generated.
 
-    After a failure there is no `[DONE]`: half an answer must not pass for a whole.
+    What is nothing but a piece of text is written as soon as it comes up, by the engine's own task, where the
+    connection takes it: that spares a turn of this stream's task and the way through the server's layers. Beginning and
+    end, heartbeats, and what follows on a full socket, are the task's.
+
+    Args:
+        write_now: sends bytes without waiting and says whether all were sent; `None` where there is no such way.
     """
-    envelope = generation.plan.envelope
-    choices = Choices(generation.plan)
-    opening = envelope.opening([handle.num_prompt_tokens for handle in generation.gathering.handles])
-    if opening:
-        yield opening
-    sent = trio.current_time()
-    while not choices.all_ended:
-        data = b""
-        for index, delta in await generation.read(sent + HEARTBEAT_SECONDS):
-            data += envelope.piece(index, *choices.take(index, delta))
-            error = failure_of(delta)
-            if error is not None:
-                yield data + envelope.failure(describe(error))
-                return
-            if delta.finish_reason is not None:
-                data += envelope.finish(index, choices.ending(index, delta))
-        if not data:
-            if trio.current_time() < sent + HEARTBEAT_SECONDS:
-                continue
-            data = envelope.heartbeat
-        yield data
-        sent = trio.current_time()
-    usage = choices.usage()
-    # Some count the tokens of a part of their answer once more.
-    yield await run_aside(partial(envelope.closing, usage), usage.completion_tokens * TOKEN_SIZE)
+
+    def __init__(self, generation: Generation, write_now: Callable[[bytes], bool] | None) -> None:
+        self._generation = generation
+        self._envelope = generation.plan.envelope
+        self._choices = Choices(generation.plan)
+        self._write_now = write_now
+        self._sent = trio.current_time()
+        self._is_stuck = False
+        self._error: Exception | None = None
+
+    async def run(self) -> AsyncIterator[bytes]:
+        """All bytes that were not written at once.
+
+        After a failure there is no `[DONE]`: half an answer must not pass for a whole.
+        """
+        envelope, choices, generation = self._envelope, self._choices, self._generation
+        opening = envelope.opening([handle.num_prompt_tokens for handle in generation.gathering.handles])
+        if opening:
+            yield opening
+        self._sent = trio.current_time()
+        at_once = None
+        while not choices.all_ended:
+            data = b""
+            for index, delta in await generation.read(self._sent + HEARTBEAT_SECONDS, at_once):
+                data += envelope.piece(index, *choices.take(index, delta))
+                error = failure_of(delta)
+                if error is not None:
+                    yield data + envelope.failure(describe(error))
+                    return
+                if delta.finish_reason is not None:
+                    data += envelope.finish(index, choices.ending(index, delta))
+            if self._error is not None:
+                raise self._error
+            if not data:
+                if not self._is_stuck and trio.current_time() < self._sent + HEARTBEAT_SECONDS:
+                    continue
+                data = envelope.heartbeat
+            yield data
+            self._sent, self._is_stuck = trio.current_time(), False
+            # Not before: the headers go ahead of the first piece.
+            at_once = None if self._write_now is None else self._piece_at_once
+        usage = choices.usage()
+        # Some count the tokens of a part of their answer once more.
+        yield await run_aside(partial(envelope.closing, usage), usage.completion_tokens * TOKEN_SIZE)
+
+    def _piece_at_once(self, index: int) -> bool:
+        """Write what has come of a choice; false where the task has something to do."""
+        outbox = self._generation.gathering.handles[index].outbox
+        delta = outbox.take_now() if outbox.last is None else None
+        if delta is None:
+            return False
+        try:
+            data = self._envelope.piece(index, *self._choices.take(index, delta))
+        except Exception as error:  # the engine's task goes on; this stream's raises it
+            self._error = error
+            return False
+        if data and self._write_now is not None:
+            self._sent = trio.current_time()
+            self._is_stuck = not self._write_now(data)
+        return not self._is_stuck
 
 
 def failure_of(delta: Delta) -> Exception | None:

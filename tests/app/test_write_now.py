@@ -1,0 +1,194 @@
+"""Pieces of a stream that go to the socket from the engine's task: the same bytes, in order, whatever it takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import trio
+import trio.testing
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+
+from app.api.envelope import CompletionEnvelope
+from app.api.sse import HEARTBEAT
+from app.call_scope import WRITE_NOW
+from app.connections import Connection, ConnectionConfig
+from tests.app.serving import COMPLETIONS, Driver, events, open_app, open_server
+from tests.bench.versus.client import EventReader
+from tests.fakes import expected_output
+
+if TYPE_CHECKING:
+    from app.api.envelope import Envelope
+
+PROMPT = "once"
+
+
+def body(num_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "prompt": PROMPT, "max_tokens": num_tokens, "stream": True, **fields}
+
+
+def text_of(stream: list[Any]) -> str:
+    assert stream[-1] == "[DONE]"
+    return "".join([choice["text"] for event in stream[:-1] for choice in event["choices"]])
+
+
+def expected(num_tokens: int) -> str:
+    return bytes(expected_output(PROMPT.encode(), num_tokens)).decode()
+
+
+class Wire:
+    """Both ways that bytes take to a client, in order.
+
+    Args:
+        full_at: the number of the write, from 1, that does not all go out.
+    """
+
+    def __init__(self, full_at: int = 0) -> None:
+        self.seen: list[tuple[float, bytes]] = []
+        self.num_written = 0
+        self._full_at = full_at
+
+    def write_now(self, data: bytes) -> bool:
+        self.num_written += 1
+        self.seen.append((trio.current_time(), data))
+        return self.num_written != self._full_at
+
+    async def read(self, driver: Driver) -> None:
+        await driver.status()
+        while data := await driver.body():
+            self.seen.append((trio.current_time(), data))
+
+    @property
+    def data(self) -> str:
+        return b"".join([data for _, data in self.seen]).decode()
+
+
+async def drive(app: Any, wire: Wire, num_tokens: int, **fields: Any) -> None:
+    driver = Driver(app, COMPLETIONS, body(num_tokens, **fields))
+    driver.scope[WRITE_NOW] = wire.write_now
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(driver.run)
+        await wire.read(driver)
+        driver.leave()
+
+
+async def test_all_but_the_first_piece_and_the_end_is_written_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    wire = Wire()
+    async with open_app(step_seconds=1.0) as (app, _):
+        await drive(app, wire, 40)
+    assert text_of(events(wire.data)) == expected(40)
+    assert wire.num_written == 39
+    # What was written counts: a stream that moves needs no sign of life.
+    assert HEARTBEAT.decode() not in wire.data
+
+
+async def test_choices_are_written_each_in_order(autojump_clock: trio.testing.MockClock) -> None:
+    wire = Wire()
+    async with open_app(step_seconds=1.0) as (app, _):
+        await drive(app, wire, 20, n=3)
+    texts = ["", "", ""]
+    for event in events(wire.data)[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [expected(20)] * 3
+    assert wire.num_written > 30
+
+
+async def test_what_a_full_socket_did_not_take_is_followed_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    wire = Wire(full_at=5)
+    async with open_app(step_seconds=1.0) as (app, _):
+        await drive(app, wire, 20)
+    assert text_of(events(wire.data)) == expected(20)
+    (stuck_at, _), (flushed_at, flush) = wire.seen[5:7]
+    assert (flushed_at - stuck_at, flush) == (0.0, HEARTBEAT)
+    assert wire.data.count(HEARTBEAT.decode()) == 1
+
+
+async def test_an_envelope_that_fails_breaks_its_own_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, calls = CompletionEnvelope.piece, 0
+
+    def piece(self: Envelope, *args: Any) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            raise ZeroDivisionError
+        return plain(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CompletionEnvelope, "piece", piece)
+    async with open_server() as server:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await server.client.post(COMPLETIONS, json=body(30))
+        await server.settle()
+        whole = await server.client.post(COMPLETIONS, json=body(30))
+        assert text_of(events(whole.text)) == expected(30)
+
+
+async def test_over_a_socket_the_server_writes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    plain = Connection.write_now
+
+    def write_now(self: Connection, data: bytes) -> bool:
+        written.append(data)
+        return plain(self, data)
+
+    monkeypatch.setattr(Connection, "write_now", write_now)
+    async with open_server() as server:
+        answers = [await server.client.post(COMPLETIONS, json=body(50)) for _ in range(2)]  # one connection
+        assert [text_of(events(answer.text)) for answer in answers] == [expected(50)] * 2
+    assert len(written) > 50
+
+
+class Pouring:
+    """Writes numbered lines until the socket is full, `rounds` times; then sends one as usual."""
+
+    def __init__(self, rounds: int) -> None:
+        self.lines: list[bytes] = []
+        self._rounds = rounds
+
+    async def __call__(self, scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(self._rounds):
+            while scope[WRITE_NOW](self._line()):
+                pass
+            scope[WRITE_NOW](self._line())  # behind the other, which waits
+            await send({"type": "http.response.body", "body": self._line(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _line(self) -> bytes:
+        self.lines.append(b"%06d " % len(self.lines) + bytes(1000) + b"\n")
+        return self.lines[-1]
+
+
+async def test_a_rest_goes_ahead_of_what_is_sent_next() -> None:
+    app = Pouring(rounds=5)
+    with trio.socket.socket() as listener:
+        await listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        client = await trio.open_tcp_stream(*listener.getsockname())
+        accepted, _ = await listener.accept()
+    wrapped: Any = ASGIWrapper(app)
+    state: Any = ConnectionState({})
+    server: Any = trio.SocketStream(accepted)
+    connection = Connection(wrapped, ConnectionConfig(), WorkerContext(None), state, server)
+    reader = EventReader()
+    async with client, trio.open_nursery() as nursery:
+        nursery.start_soon(connection.run)
+        await client.send_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        while data := await client.receive_some(1 << 20):
+            reader.feed(data)
+    assert reader.body == b"".join(app.lines)
+
+
+async def test_a_connection_that_is_gone_takes_nothing_and_says_nothing() -> None:
+    left, right = trio.socket.socketpair()
+    right.close()
+    state: Any = ConnectionState({})
+    app: Any = None
+    stream: Any = trio.SocketStream(left)
+    connection = Connection(app, ConnectionConfig(), WorkerContext(None), state, stream)
+    assert not connection.write_now(b"lost")
+    await stream.aclose()
+    assert not connection.write_now(b"lost")

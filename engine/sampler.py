@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
     Floats = NDArray[np.float32]
     Doubles = NDArray[np.float64]
-    SampleRows = Callable[[torch.Tensor, Floats, Ints, Doubles, Floats, Doubles], Ints]
+    SampleRows = Callable[[torch.Tensor, "SamplingRows", Ints, Ints], Ints]
 
 # A nucleus nearly always lies within so many tokens; where it does not, the row is sorted in full.
 FIRST_CANDIDATES = 256
@@ -61,10 +61,26 @@ class SamplingRows:
         self.stop_ids[seat] = np.array(stop_ids, dtype=np.int64)
 
 
-def sample_rows(
+def sample_rows(logits: torch.Tensor, rows: SamplingRows, seats: Ints, positions: Ints) -> Ints:
+    """Choose a token for each row: the plain version of kernels/native/sampling.h.
+
+    Args:
+        logits: [R, V] float32; may be overwritten.
+        seats: [R], each row's line of `rows`.
+        positions: [R], where the drawn tokens will stand in their sequences.
+
+    Returns:
+        [R] token ids; -1 where the logits are no numbers or none is above -inf.
+    """
+    noise = uniform(rows.key[seats], positions)
+    columns = rows.temperature[seats], rows.top_k[seats], rows.top_p[seats], rows.min_p[seats]
+    return sample_columns(logits, *columns, noise)
+
+
+def sample_columns(
     logits: torch.Tensor, temperature: Floats, top_k: Ints, top_p: Doubles, min_p: Floats, noise: Doubles
 ) -> Ints:
-    """Choose a token for each row: the plain version of kernels/native/sampling.h.
+    """Choose a token for each row.
 
     Args:
         logits: [R, V] float32.
@@ -106,8 +122,7 @@ def sample(
     """
     for row in np.flatnonzero(positions < rows.stops_from[seats]).tolist():
         logits[row, torch.from_numpy(rows.stop_ids[seats[row]])] = -math.inf
-    noise = uniform(rows.key[seats], positions)
-    return choose(logits, rows.temperature[seats], rows.top_k[seats], rows.top_p[seats], rows.min_p[seats], noise)
+    return choose(logits, rows, seats, positions)
 
 
 def keep_likely(probabilities: torch.Tensor, top_k: Ints, top_p: Doubles, min_p: Floats) -> None:

@@ -70,6 +70,12 @@ class ModelStruct(Structure):
     ]
 
 
+class SeatsStruct(Structure):
+    """`Seats` in sampling.h."""
+
+    _fields_ = [(name, c_void_p) for name in ("temperature", "top_k", "top_p", "min_p", "key")]
+
+
 class StepStruct(Structure):
     """`Step` in step.h."""
 
@@ -281,6 +287,7 @@ def _declare(calls: ctypes.CDLL) -> None:
         "relevo_dot_rate": (c_double, [pointer]),
         "relevo_logits": (c_int, [pointer, pointer, number, pointer, POINTER(c_double)]),
         "relevo_sample": (c_int, [pointer, pointer, number, number, *[pointer] * 6]),
+        "relevo_draw": (c_int, [pointer, pointer, number, number, pointer, *[pointer] * 3]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(calls, name)

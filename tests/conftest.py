@@ -7,6 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from app.config import let_threads_sleep
 
@@ -17,6 +18,10 @@ let_threads_sleep()
 # A script's background job ignores the key for interrupting, and so would every program that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("relevo", deadline=None)
+settings.load_profile("relevo")
 
 pytest_plugins = ["tests.fixtures_model"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from ctypes import byref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from engine.errors import ConfigError
 from engine.models.rope import neighbour_order, rotation_table
 from kernels.blocks import GROUP, Blocks, as_blocks, stack
-from kernels.native import PARTS, LayerStruct, Library, ModelStruct, PackedMatrix, StepStruct, check
+from kernels.native import PARTS, LayerStruct, Library, ModelStruct, PackedMatrix, SeatsStruct, StepStruct, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from engine.models.config import ModelConfig
     from engine.models.llama import ModelInputs
+    from engine.sampler import SamplingRows
 
 LAYER_PREFIX = "model.layers."
 PARTS_OF_A_LAYER = 9
@@ -88,6 +90,9 @@ class NativeLlama:
             head = self._pack(self._blocks(parts.pop("lm_head.weight")))
         self._head_rows = head.rows
         self._scores = torch.empty(0, head.rows)
+        # What the last call was given, with the addresses that went on: they seldom change.
+        self._caches: tuple[list[torch.Tensor], ctypes.Array[ctypes.c_void_p]] | None = None
+        self._seats: tuple[SamplingRows, SeatsStruct] | None = None
         self._struct = ModelStruct(
             layers=layers,
             norm=norm,
@@ -105,7 +110,7 @@ class NativeLlama:
             eps=config.rms_norm_eps,
         )
         self._seconds = (ctypes.c_double * len(PARTS))()
-        self._engine = library.calls.relevo_open(ctypes.byref(self._struct), num_threads, max_tokens)
+        self._engine = library.calls.relevo_open(byref(self._struct), num_threads, max_tokens)
         if not self._engine:
             raise ConfigError(
                 f"{num_threads} threads and room for {max_tokens} tokens a step are more than this machine gives: "
@@ -141,19 +146,17 @@ class NativeLlama:
             IndexError: it names a token, a block or a position that is not there; nothing was written.
         """
         num_tokens, config = len(inputs.input_ids), self.config
-        block_shape = (2, config.num_kv_heads, self._struct.block_size, config.head_size)
-        first = kv_caches[0]
-        if len(kv_caches) != config.num_layers or first.shape[1:] != block_shape or first.dtype != torch.float16:
-            raise ValueError(f"expected {config.num_layers} caches of float16 blocks {block_shape}")
+        if self._caches is None or self._caches[0] is not kv_caches:
+            self._caches = kv_caches, self._addresses(kv_caches)
         if num_tokens > self._max_tokens:
             raise ValueError(f"a step of {num_tokens} tokens, made for {self._max_tokens}")
         hidden = torch.empty(num_tokens, config.hidden_size)
-        rows, caches = inputs.rows, (ctypes.c_void_p * len(kv_caches))(*[cache.data_ptr() for cache in kv_caches])
+        rows = inputs.rows
         step = StepStruct(
             num_tokens,
             len(rows.seq_lens),
             rows.block_tables.shape[1],
-            first.shape[0],
+            kv_caches[0].shape[0],
             inputs.input_ids.data_ptr(),
             inputs.positions.data_ptr(),
             inputs.block_ids.data_ptr(),
@@ -161,10 +164,10 @@ class NativeLlama:
             rows.query_start_loc.data_ptr(),
             rows.seq_lens.data_ptr(),
             rows.block_tables.data_ptr(),
-            ctypes.addressof(caches),
+            ctypes.addressof(self._caches[1]),
             hidden.data_ptr(),
         )
-        check(self._library.calls.relevo_forward(self._engine, ctypes.byref(step), self._seconds))
+        check(self._library.calls.relevo_forward(self._engine, byref(step), self._seconds))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -181,6 +184,28 @@ class NativeLlama:
         return out
 
     def sample_rows(
+        self, logits: torch.Tensor, rows: SamplingRows, seats: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """As `engine.sampler.sample_rows`, which may differ where the noise is within rounding of a border.
+
+        Raises:
+            MemoryError: there is none to note what the vocabulary weighs.
+        """
+        _check_draws(logits, seats, positions)
+        if self._seats is None or self._seats[0] is not rows:
+            columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.key
+            self._seats = rows, SeatsStruct(*[column.ctypes.data for column in columns])
+        seats, positions = np.ascontiguousarray(seats), np.ascontiguousarray(positions)
+        token_ids = np.empty(len(seats), dtype=np.int64)
+        addresses = seats.ctypes.data, positions.ctypes.data, token_ids.ctypes.data
+        logits = logits.contiguous()
+        shape = logits.shape
+        check(
+            self._library.calls.relevo_draw(self._engine, logits.data_ptr(), *shape, byref(self._seats[1]), *addresses)
+        )
+        return token_ids
+
+    def sample_columns(
         self,
         logits: torch.Tensor,
         temperature: NDArray[np.float32],
@@ -189,11 +214,7 @@ class NativeLlama:
         min_p: NDArray[np.float32],
         noise: NDArray[np.float64],
     ) -> NDArray[np.int64]:
-        """As `engine.sampler.sample_rows`, which may differ where the noise is within rounding of a border.
-
-        Raises:
-            MemoryError: there is none to note what the vocabulary weighs.
-        """
+        """The same by columns [R], with the noise of each row."""
         num_rows, size = logits.shape
         columns = (
             np.ascontiguousarray(temperature, dtype=np.float32),
@@ -203,8 +224,7 @@ class NativeLlama:
             np.ascontiguousarray(noise, dtype=np.float64),
             np.empty(num_rows, dtype=np.int64),
         )
-        if logits.dtype != torch.float32 or any(column.shape != (num_rows,) for column in columns):
-            raise ValueError(f"expected float32 [R, V] and columns [R], not {logits.dtype} {list(logits.shape)}")
+        _check_draws(logits, *columns)
         logits = logits.contiguous()
         addresses = [column.ctypes.data for column in columns]
         check(self._library.calls.relevo_sample(self._engine, logits.data_ptr(), num_rows, size, *addresses))
@@ -215,6 +235,14 @@ class NativeLlama:
         spent = dict(zip(PARTS, self._seconds, strict=True))
         self._seconds[:] = [0.0] * len(PARTS)
         return spent
+
+    def _addresses(self, kv_caches: list[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+        config = self.config
+        block_shape = (2, config.num_kv_heads, self._struct.block_size, config.head_size)
+        first = kv_caches[0]
+        if len(kv_caches) != config.num_layers or first.shape[1:] != block_shape or first.dtype != torch.float16:
+            raise ValueError(f"expected {config.num_layers} caches of float16 blocks {block_shape}")
+        return (ctypes.c_void_p * len(kv_caches))(*[cache.data_ptr() for cache in kv_caches])
 
     def _take_layer(self, parts: dict[str, torch.Tensor | Blocks], index: int, into: LayerStruct) -> None:
         """Pack a layer, taking its weights out of `parts` so that their memory goes as the layer comes."""
@@ -256,6 +284,11 @@ class NativeLlama:
         values = norm if isinstance(norm, torch.Tensor) else norm.dequantize()
         self._kept.append(values.float().contiguous())
         return self._kept[-1].data_ptr()
+
+
+def _check_draws(logits: torch.Tensor, *columns: NDArray[Any]) -> None:
+    if logits.dtype != torch.float32 or any(column.shape != logits.shape[:1] for column in columns):
+        raise ValueError(f"expected float32 [R, V] and columns [R], not {logits.dtype} {list(logits.shape)}")
 
 
 def _in_heads(order: torch.Tensor, num_heads: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -31,7 +31,29 @@ struct Drawings {
     const float* min_p;
     const double* noise;
 
-    Drawing operator[](int row) const { return {temperature[row], top_k[row], top_p[row], min_p[row], noise[row]}; }
+    Drawing operator()(int row) const { return {temperature[row], top_k[row], top_p[row], min_p[row], noise[row]}; }
+};
+
+// The noise of a token: a hash of its sequence's key and its position (SplitMix64), as `uniform` in engine/sampler.py.
+inline double noise_of(uint64_t key, int64_t position) {
+    constexpr uint64_t GOLDEN_RATIO = 0x9E3779B97F4A7C15;
+    uint64_t word = key + (static_cast<uint64_t>(position) + 1) * GOLDEN_RATIO;
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB;
+    return static_cast<double>((word ^ (word >> 31)) >> 11) * 0x1p-53;
+}
+
+// How the sequence of each seat is drawn, as columns.
+struct Seats {
+    const float* temperature;
+    const int64_t* top_k;
+    const double* top_p;
+    const float* min_p;
+    const uint64_t* key;
+
+    Drawing drawing(int64_t seat, int64_t position) const {
+        return {temperature[seat], top_k[seat], top_p[seat], min_p[seat], noise_of(key[seat], position)};
+    }
 };
 
 class RowSampler {

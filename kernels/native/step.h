@@ -100,13 +100,14 @@ class Engine {
         });
     }
 
-    // Choose a token for each row of logits [num_rows, size], a row a thread.
-    void sample(const float* logits, int num_rows, int size, const Drawings& drawings, int64_t* token_ids) {
+    // Choose a token for each row of logits [num_rows, size], a row a thread; `drawing_of(row)` tells how.
+    template <class DrawingOf>
+    void sample(const float* logits, int num_rows, int size, DrawingOf drawing_of, int64_t* token_ids) {
         samplers_.resize(threads_.count());
         for (RowSampler& sampler : samplers_) sampler.make_room(size);
         threads_.run([&](int thread) {
             threads_.share(num_rows, [&](int row) {
-                token_ids[row] = samplers_[thread].choose(logits + size_t(row) * size, size, drawings[row]);
+                token_ids[row] = samplers_[thread].choose(logits + size_t(row) * size, size, drawing_of(row));
             });
         });
     }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import engine.model_runner
 from engine.models.native_llama import NativeLlama
-from engine.sampler import SamplingRows, sample, sample_rows
+from engine.sampler import SamplingRows, sample, sample_columns, sample_rows
 from engine.sequence import SamplingParams
 from kernels import build as building
 from tests.engine.test_sampler import DRAWS, probabilities_of
@@ -106,8 +106,8 @@ def kept_from(weights: NDArray[np.float64], top_k: int, top_p: float, min_p: flo
 
 def check(model: NativeLlama, logits: torch.Tensor, columns: Columns) -> int:
     """Hold both versions to the definition; gives how many rows were beyond doubt."""
-    found = model.sample_rows(logits, *columns)
-    plain = sample_rows(logits.clone(), *columns)
+    found = model.sample_columns(logits, *columns)
+    plain = sample_columns(logits.clone(), *columns)
     sure = 0
     for index, row in enumerate(logits.numpy()):
         expected = expect(row, columns, index)
@@ -182,12 +182,12 @@ def test_a_neighbour_changes_no_draw(model: NativeLlama) -> None:
     logits[3, 7] = math.nan
     asked = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.9, 40, 0.9, 0.0), (2.0, 0, 0.97, 0.01)]
     columns = Columns.of([(*asked[i % 4], source.random()) for i in range(9)])
-    crowd = make_model(3).sample_rows(logits, *columns)
+    crowd = make_model(3).sample_columns(logits, *columns)
     for i in range(9):
-        model.sample_rows(make_logits("equal", 2, 5000 - 600 * i, source), *columns.take([1, 2]))
-        assert model.sample_rows(logits[i : i + 1], *columns.take([i])) == crowd[i]
+        model.sample_columns(make_logits("equal", 2, 5000 - 600 * i, source), *columns.take([1, 2]))
+        assert model.sample_columns(logits[i : i + 1], *columns.take([i])) == crowd[i]
     order = [8, 2, 5, 0, 7, 1, 3, 6, 4]
-    assert model.sample_rows(logits[order], *columns.take(order)).tolist() == crowd[order].tolist()
+    assert model.sample_columns(logits[order], *columns.take(order)).tolist() == crowd[order].tolist()
 
 
 def test_the_plain_form_draws_the_same(model: NativeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_the_plain_form_draws_the_same(model: NativeLlama, monkeypatch: pytest.M
         logits = make_logits(kind, 12, 1000, source)
         asked = [(0.8, 0, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 30, 1.0, 0.01), (0.5, 500, 0.8, 0.0)]
         columns = Columns.of([(*each, source.random()) for each in asked * 3])
-        assert plain.sample_rows(logits, *columns).tolist() == model.sample_rows(logits, *columns).tolist()
+        assert plain.sample_columns(logits, *columns).tolist() == model.sample_columns(logits, *columns).tolist()
 
 
 @pytest.mark.parametrize(
@@ -232,6 +232,20 @@ def test_tokens_come_as_often_as_they_should(model: NativeLlama, params: Samplin
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
 
 
+def test_seats_are_drawn_with_the_noise_of_their_positions(model: NativeLlama) -> None:
+    source = np.random.default_rng(9)
+    rows = SamplingRows(6, 400)
+    for seat, params in enumerate(
+        (GREEDY, *[SamplingParams(top_p=0.9, top_k=80, seed=-seed * 10**17) for seed in range(5)])
+    ):
+        rows.set(seat, params, 0)
+    for _ in range(20):
+        logits = torch.from_numpy(source.standard_normal((9, 400), dtype=np.float32))
+        seats, positions = source.integers(0, 6, 18)[::2], source.integers(0, 2**20, 18)[::2]  # neither lies close
+        found = model.sample_rows(logits, rows, seats, positions)
+        assert found.tolist() == sample_rows(logits.clone(), rows, seats, positions).tolist()
+
+
 def test_no_token_is_drawn_where_there_is_none(model: NativeLlama) -> None:
     logits = torch.full((6, 70), -math.inf)
     logits[1, 69] = math.nan
@@ -241,20 +255,23 @@ def test_no_token_is_drawn_where_there_is_none(model: NativeLlama) -> None:
     logits[5, 3], logits[5, 68] = math.nan, 9.0
     for temperature in (0.0, 1.0):
         columns = Columns.of([(temperature, 0, 0.9, 0.0, 0.999)] * 6)
-        found = model.sample_rows(logits, *columns).tolist()
+        found = model.sample_columns(logits, *columns).tolist()
         assert found == [-1, -1, -1, 66, 0 if temperature == 0 else 69, -1]
-    assert model.sample_rows(logits, *Columns.of([(math.nan, 3, 0.9, 0.0, 0.5)] * 6))[3] == 66
-    assert model.sample_rows(logits, *Columns.of([(math.inf, 3, 0.9, 0.0, 0.5)] * 6))[3] == -1
+    assert model.sample_columns(logits, *Columns.of([(math.nan, 3, 0.9, 0.0, 0.5)] * 6))[3] == 66
+    assert model.sample_columns(logits, *Columns.of([(math.inf, 3, 0.9, 0.0, 0.5)] * 6))[3] == -1
 
 
 def test_what_does_not_fit_together_is_refused(model: NativeLlama) -> None:
     columns = Columns.of([(1.0, 0, 1.0, 0.0, 0.5)] * 2)
     with pytest.raises(ValueError, match="expected float32"):
-        model.sample_rows(torch.zeros(3, 8), *columns)
+        model.sample_columns(torch.zeros(3, 8), *columns)
     with pytest.raises(ValueError, match="expected float32"):
-        model.sample_rows(torch.zeros(2, 8, dtype=torch.float64), *columns)
-    assert model.sample_rows(torch.zeros(8, 2).T, *columns).tolist() == [4, 4]
-    assert model.sample_rows(torch.zeros(0, 8), *columns.take([])).tolist() == []
+        model.sample_columns(torch.zeros(2, 8, dtype=torch.float64), *columns)
+    rows = SamplingRows(2, 8)
+    with pytest.raises(ValueError, match="expected float32"):
+        model.sample_rows(torch.zeros(2, 8), rows, np.arange(2), np.arange(3))
+    assert model.sample_columns(torch.zeros(8, 2).T, *columns).tolist() == [4, 4]
+    assert model.sample_columns(torch.zeros(0, 8), *columns.take([])).tolist() == []
 
 
 @pytest.mark.usefixtures("model")

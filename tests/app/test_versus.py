@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.versus.client import NOT_FINISHED, Answer, EventReader, read_whole, run_job
+from tests.bench.versus.client import NOT_FINISHED, NOT_SENT, Answer, EventReader, read_whole, run_job
 from tests.bench.versus.servers import Usage
 from tests.bench.versus.summary import make_run, print_summary, summarize, token_gaps
 from tests.bench.versus.work import ANSWERS, PROMPTS, Style, make_bodies, make_work
@@ -211,6 +211,16 @@ def test_without_an_answer_there_are_no_figures_and_nothing_breaks(capsys: pytes
     assert run.figures["output_tokens_per_second"] is None
     print_summary(summarize([run]), [run])
     assert NOT_FINISHED in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("why", [NOT_FINISHED, NOT_SENT])
+def test_a_stall_counts_in_the_speed(why: str) -> None:
+    """Ten tokens within a second, and then nothing for nine."""
+    told = told_of((0.0, 0.5, 1.0, [0.1] * 9), (0.0, 0.0, 0.0, []))
+    told["answers"][1]["error"] = "HTTP 500: no"
+    assert run_of("x", 0, told).figures["output_tokens_per_second"] == 10
+    told["answers"][1]["error"] = why
+    assert run_of("x", 0, told).figures["output_tokens_per_second"] == 1
 
 
 def test_ratios_are_of_the_same_round(capsys: pytest.CaptureFixture[str]) -> None:

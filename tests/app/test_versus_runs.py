@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(command: s
         (["--streams", "1,0"], "whole number"),
         (["--streams", "100000"], "at most 1024"),
         (["--rounds", "0"], "whole number"),
+        (["--json", "no/such/folder/out.json"], "no such folder"),
     ],
 )
 def test_wrong_use_is_told_before_anything_starts(
@@ -186,6 +188,84 @@ def test_a_whole_run_goes_on_without_a_server_that_dies(
         assert (run["figures"]["peak_rss_bytes"] is None) == (not Path("/proc").exists())
     (ratios,) = [row["ratios"] for row in result["summary"] if (row["server"], row["streams"]) == ("fake", 2)]
     assert ratios["output_tokens_per_second"]["min"] > 0
+
+
+ANSWERS_AT_FIRST = """
+import itertools, json, os, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+asked = itertools.count(1)
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if next(asked) == 4:  # after the probe, the warm-up and one of the run
+            exec(sys.argv[2])
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        self.send_response(200)
+        self.end_headers()
+        for said in ({"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}):
+            self.wfile.write(f"data: {json.dumps(said)}\\n\\n".encode())
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.slow
+def test_what_stalls_or_dies_amid_a_run_is_named_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out = tmp_path / "server.py", tmp_path / "out.json"
+    script.write_text(ANSWERS_AT_FIRST)
+
+    def command(then: str) -> str:
+        return f"{PYTHON} {shlex.quote(str(script))} {{port}} {shlex.quote(then)}"
+
+    words = ["--relevo", command("pass"), "--json", str(out), "--timeout", "5"]
+    for name, then in {"dies": "os._exit(3)", "stalls": "time.sleep(60)", "lasts": "pass"}.items():
+        words += ["--peer", f"{name}={command(then)}"]
+    assert versus.main([*words, "--streams", "1", "--requests", "3"]) == 1
+    told = capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert set(result["failures"]) == {"dies", "stalls"}
+    assert "exit code 3" in result["failures"]["dies"]
+    assert "not all was answered within 5 s" in result["failures"]["stalls"]
+    assert all(f"{name} could not be measured, or not to the end" in told for name in ("dies", "stalls"))
+    ran = [(run["server"], run["round"], run["num_requests"] - run["num_errors"]) for run in result["runs"]]
+    assert ran == [
+        ("relevo", 0, 3),
+        ("dies", 0, 1),
+        ("stalls", 0, 1),
+        ("lasts", 0, 3),
+        ("lasts", 1, 3),
+        ("relevo", 1, 3),
+    ]
+    rows = dict(re.findall(r"^(\w+) .*  (\d of \d)$", told, re.MULTILINE))
+    assert rows == {"relevo": "0 of 6", "dies": "2 of 3", "stalls": "2 of 3", "lasts": "0 of 6"}
+    (stalled,) = [run for run in result["runs"] if run["server"] == "stalls"]
+    # What it answered counts over all the time that it was given.
+    assert stalled["figures"]["output_tokens_per_second"] <= stalled["output_tokens"] / 5
+
+
+@pytest.mark.slow
+def test_a_client_that_fails_costs_one_server_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the system kills it for the memory that it takes."""
+    script = tmp_path / "server.py"
+    script.write_text(ANSWERS_AT_FIRST)
+    kill = "import os, signal, sys; sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(versus, "CLIENT", [sys.executable, "-c", kill])
+    words = ["--relevo", f"{PYTHON} {shlex.quote(str(script))} {{port}} pass", "--peer", "none=no-such-program {port}"]
+    assert versus.main(words) == 1
+    told = capsys.readouterr().out
+    assert "relevo could not be measured, or not to the end: the client that asked it ended with exit code -9" in told
+    assert "none could not be measured" in told
 
 
 @pytest.mark.slow

@@ -22,18 +22,21 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from app.cli.options import count
-from tests.bench.versus.client import NOT_FINISHED
+from tests.bench.versus.client import NOT_FINISHED, NOT_SENT
 from tests.bench.versus.servers import Program, Server, ServerError, open_server
 from tests.bench.versus.summary import OURS, Run, make_run, print_summary, summarize
 from tests.bench.versus.work import NUM_REQUESTS, STYLES, WARM_UP_PROMPT, Style, make_bodies, make_warm_up, make_work
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from engine.workload import Workload
 
 PATH: Final = "/v1/completions"
 ROOT: Final = Path(__file__).resolve().parents[3]
 WARM_UP_SALT, PROBE_SALT = 1 << 20, 1 << 21
 MAX_STREAMS: Final = 1024
+CLIENT: Final = (sys.executable, "-m", "tests.bench.versus.client")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -47,17 +50,16 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         whole = False
         say("Interrupted; this is what was measured.")
-    summary = summarize(runs)
-    print_summary(summary, runs)
-    for name, why in failures.items():
-        print(f"\n{name} could not be measured, or not to the end: {why}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(record(options, runs, summary, failures), indent=2) + "\n", encoding="utf-8")
+    finally:  # whatever else went wrong, what was measured is not lost
+        print_summary(summarize(runs), runs)
+        for name, why in failures.items():
+            print(f"\n{name} could not be measured, or not to the end: {why}")
+        keep(options, runs, failures)
     return 130 if not whole else 1 if failures else 0
 
 
 def measure_all(options: argparse.Namespace, runs: list[Run], failures: dict[str, str]) -> None:
-    """All rounds; what fails once is left out from there on."""
+    """All rounds; what fails once is left out from there on. Figures are kept as they come."""
     with TemporaryDirectory() as folder:
         for round_ in range(options.rounds):
             for program in in_turn(options.programs, round_):
@@ -68,6 +70,7 @@ def measure_all(options: argparse.Namespace, runs: list[Run], failures: dict[str
                 except ServerError as error:
                     failures[program.name] = str(error)
                     say(f"{program.name} is left out from here on: {error}")
+                keep(options, runs, failures)
 
 
 def in_turn(programs: list[Program], round_: int) -> list[Program]:
@@ -93,6 +96,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=count, default=900, metavar="S", help="of a run (default 900)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     options = parser.parse_args(words)
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no such folder")
     try:
         options.programs = programs_of(options)
     except ValueError as error:
@@ -141,7 +146,8 @@ def measure(program: Program, round_: int, options: argparse.Namespace, folder: 
         bodies = make_bodies(
             make_warm_up(most), style, model=server.model, salt=WARM_UP_SALT, vocab_size=options.vocab_size
         )
-        ask(server, bodies, most, options.timeout)
+        answers = ask(server, bodies, most, options.timeout)["answers"]
+        check_finished(server, [answer["error"] for answer in answers], "the warm-up", options.timeout)
         for streams in options.streams:
             work = make_work(streams, options.requests)
             run = run_work(server, work, streams, style, round_, options)
@@ -149,9 +155,16 @@ def measure(program: Program, round_: int, options: argparse.Namespace, folder: 
             speed = run.figures["output_tokens_per_second"]
             told = "no answer" if speed is None else f"{speed:.1f} tokens/s"
             say(f"round {round_ + 1}: {program.name}, {streams} streams: {told}, {run.num_errors} errors")
-            server.check_alive()
+            check_finished(server, run.errors, f"{streams} streams", options.timeout)
             if speed is None:
                 raise server.failure(f"it answered none of {streams} streams: {run.errors[0]}")
+
+
+def check_finished(server: Server, errors: Iterable[str], what: str, timeout: float) -> None:
+    """Raise `ServerError` if the server is gone, or let the time limit pass: it would with the next requests too."""
+    server.check_alive()
+    if not {NOT_FINISHED, NOT_SENT}.isdisjoint(errors):
+        raise server.failure(f"{what}: not all was answered within {timeout:g} s; --timeout says how long to wait")
 
 
 def find_style(server: Server, options: argparse.Namespace) -> Style:
@@ -185,33 +198,35 @@ def run_work(
 
 
 def ask(server: Server, bodies: list[dict[str, Any]], streams: int, timeout: float) -> dict[str, Any]:
-    """Run the client, in a process of its own, and give what it tells."""
+    """Run the client, in a process of its own, and give what it tells; `ServerError` where the client fails at it."""
     job = {"port": server.port, "path": PATH, "streams": streams, "timeout": timeout, "bodies": bodies}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.versus.client"],
+        CLIENT,
         input=json.dumps(job).encode(),
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        check=True,
         start_new_session=True,  # a key that interrupts us is for us alone; `run` ends the client then
     )
+    if done.returncode:
+        raise server.failure(f"the client that asked it ended with exit code {done.returncode}")
     told: dict[str, Any] = json.loads(done.stdout)
     return told
 
 
-def record(
-    options: argparse.Namespace, runs: list[Run], summary: list[dict[str, Any]], failures: dict[str, str]
-) -> dict[str, Any]:
-    """All that was measured, as JSON has it."""
-    return {
+def keep(options: argparse.Namespace, runs: list[Run], failures: dict[str, str]) -> None:
+    """Write all that was measured so far, where asked."""
+    if options.json is None:
+        return
+    told = {
         "machine": {"processor": processor_name(), "cores": os.cpu_count(), "system": platform.platform()},
         "commands": {program.name: program.command for program in options.programs},
         "model": options.model,
         "rounds": options.rounds,
-        "summary": summary,
+        "summary": summarize(runs),
         "failures": failures,
         "runs": [asdict(run) for run in runs],
     }
+    options.json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def processor_name() -> str:

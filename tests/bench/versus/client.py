@@ -23,6 +23,7 @@ HOST: Final = "127.0.0.1"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 MAX_ERROR_CHARS: Final = 300
 NOT_FINISHED: Final = "not finished in time"
+NOT_SENT: Final = "not sent in time"
 
 
 @dataclass(slots=True)
@@ -196,7 +197,7 @@ async def run_job(job: dict[str, Any]) -> dict[str, Any]:
         `wall_seconds` and `cpu_seconds` of this client while requests ran, and the `answers`, each an `Answer`.
     """
     requests = [make_request(job["port"], job["path"], body) for body in job["bodies"]]
-    answers = [Answer(body["max_tokens"], error="not sent in time") for body in job["bodies"]]
+    answers = [Answer(body["max_tokens"], error=NOT_SENT) for body in job["bodies"]]
     pieces: list[list[tuple[float, bytes]]] = [[] for _ in requests]
     left = iter(range(len(requests)))
 

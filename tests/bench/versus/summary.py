@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.stats import nearest_rank
+from tests.bench.versus.client import NOT_FINISHED, NOT_SENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,6 +82,8 @@ def make_run(
         e2e = sorted(answer["finished"] - answer["sent"] for answer in good)
         itl = sorted(gap for answer in good for gap in token_gaps(answer))
         begin, end = min(answer["sent"] for answer in told["answers"]), max(answer["finished"] for answer in good)
+        if {answer["error"] for answer in told["answers"]} & {NOT_FINISHED, NOT_SENT}:
+            end = told["wall_seconds"]  # the time in which nothing more came counts too
         figures |= {
             "output_tokens_per_second": num_tokens / (end - begin),
             "ttft_p50_seconds": nearest_rank(ttft, 50),

@@ -65,7 +65,7 @@ def run_bench(
             report=lambda done, total, note: progress(done, total + 1, note),
         )
         alone = CostModel.from_json(result["cost_model"])
-        whole, fit = trio.run(partial(measure_engine_part, config, alone, seconds_in_engine))
+        whole, fit, result["engine"] = trio.run(partial(measure_engine_part, config, alone, seconds_in_engine))
         result["cost_model"] = {**whole.to_json(), "fit": {**result["cost_model"]["fit"], **fit}}
     for line in table_of(result):
         echo(line)
@@ -107,7 +107,22 @@ def table_of(result: dict[str, Any]) -> list[str]:
         f"cost model: {fit['steps']} steps fitted; error on {fit['held_out_steps']} others "
         f"{fit['held_out_error_median']:.1%} (median), {fit['held_out_error_p95']:.1%} (p95); "
         f"inside the engine {fit['stretch']:.2f} times as long",
+        engine_line(result["engine"]),
     ]
+
+
+def engine_line(engine: dict[str, Any]) -> str:
+    """What a step is made of in a running engine."""
+    step = engine["step_seconds"]
+    parts = [
+        f"{word} {engine[key] * 1e3:.2f} ms ({engine[key] / step:.1%})"
+        for word, key in (("scheduling", "scheduling_seconds"), ("thread hop", "hop_seconds"), ("text", "text_seconds"))
+    ]
+    return (
+        f"a step with {engine['seats']} seats in a running engine {step * 1e3:.1f} ms: model "
+        f"{engine['execute_seconds'] / step:.1%}, {', '.join(parts)}, the last beside the next step; "
+        f"loop lag p99 {engine['loop_lag_p99_seconds'] * 1e3:.1f} ms"
+    )
 
 
 def quality_line(quality: dict[str, Any]) -> str:

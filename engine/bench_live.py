@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import trio
 
+from engine.bench_running import EngineMeter
 from engine.cost_fit import fit_engine_part, relative_errors
 from engine.cost_model import shape_of
 from engine.engine import open_engine
@@ -56,7 +57,7 @@ class TimedRunner:
 
 async def measure_engine_part(
     config: EngineConfig, model: CostModel, seconds: float
-) -> tuple[CostModel, dict[str, Any]]:
+) -> tuple[CostModel, dict[str, Any], dict[str, float]]:
     """Keep an engine busy for a while and fit the part of a step that is its own.
 
     Every seat is taken all the time, by requests like those of the Azure conversation trace.
@@ -64,13 +65,14 @@ async def measure_engine_part(
     Returns:
         The whole cost model, and how it fits: `engine_steps` seen, `stretch` of the executions against those measured
         alone, and `engine_step_error_median` of each execution; `engine_error` is that of the time of every other
-        step, all together, where the model is fitted to the rest.
+        step, all together, where the model is fitted to the rest. Last, what `EngineMeter.summary` tells, and `seats`.
 
     Raises:
         ModelError: the model cannot be loaded.
         ConfigError: there are so many seats that all requests are answered in a few steps.
     """
     runners: list[TimedRunner] = []
+    meter = EngineMeter()
 
     def load(config: EngineConfig) -> LoadedModel:
         loaded = load_model(config)
@@ -79,10 +81,10 @@ async def measure_engine_part(
 
     # A few more than there are seats, so that somebody always waits.
     num_clients = config.max_num_seqs + NUM_WAITING
-    async with open_engine(_letting_in(config, num_clients), load=load) as engine:
+    async with open_engine(_letting_in(config, num_clients), load=load, stepper=meter.open_stepper) as engine:
         workload = _short(engine.model.context_length)
         indices = iter(range(NUM_REQUESTS))
-        async with trio.open_nursery() as nursery:
+        async with meter.measuring(), trio.open_nursery() as nursery:
             for _ in range(num_clients):
                 nursery.start_soon(_ask, engine, workload, indices)
             end = trio.current_time() + seconds
@@ -99,7 +101,8 @@ async def measure_engine_part(
             f"{NUM_REQUESTS} requests were answered in {len(shapes)} steps, too few to measure; ask for fewer seats "
             "(--max-num-seqs)."
         )
-    return _fitted(model, shapes[NUM_DROPPED:], times[NUM_DROPPED : len(shapes)])
+    running = {"seats": config.max_num_seqs, **meter.summary(times)}
+    return *_fitted(model, shapes[NUM_DROPPED:], times[NUM_DROPPED : len(shapes)]), running
 
 
 def _letting_in(config: EngineConfig, num_clients: int) -> EngineConfig:

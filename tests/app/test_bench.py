@@ -55,10 +55,10 @@ def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
     assert result["quality"]["reference_mean_nll"] is None  # known for the built-in model alone
     if dtype == "float32":
         assert (result["quality"]["tokens"], result["quality"]["kl_mean"]) == (0, None)
-        assert lines[-2] == "divergence from float32: not measured (float32 is the reference)"
+        assert lines[-3] == "divergence from float32: not measured (float32 is the reference)"
     else:
         assert (result["quality"]["tokens"], 0.0 < result["quality"]["kl_mean"] < 0.01) == (300, True)
-        assert lines[-2].startswith("divergence from float32 over 300 tokens of text: KL mean 0.00")
+        assert lines[-3].startswith("divergence from float32 over 300 tokens of text: KL mean 0.00")
     fit = result["cost_model"]["fit"]
     assert fit["steps"] >= 40
     assert fit["engine_steps"] >= 30
@@ -67,7 +67,14 @@ def test_the_result_has_every_figure(tmp_path: Path, dtype: str) -> None:
     assert model == CostModel.from_json(result["cost_model"])
     assert model.engine_step_seconds + model.engine_row_seconds > 0
     assert model.seconds(StepShape(4, 4, 4, 100)) > 0
-    assert len(lines) == 14
+    engine = result["engine"]
+    assert engine["seats"] == EngineConfig(model="").max_num_seqs
+    parts = [engine[f"{part}_seconds"] for part in ("execute", "scheduling", "hop")]
+    assert all(0 < part < engine["step_seconds"] for part in (*parts, engine["text_seconds"]))
+    assert sum(parts) < 1.1 * engine["step_seconds"]
+    assert engine["loop_lag_p99_seconds"] > 0
+    assert lines[-1].startswith(f"a step with {engine['seats']} seats in a running engine")
+    assert len(lines) == 15
     assert {len(line) for line in lines[3:10]} == {len(lines[3])}
 
 

@@ -6,7 +6,8 @@ alone, from the first step in which every stream decodes to the last, so that B 
 The event loop's own thread is told apart: that is everything but the model. Without `--model` the model is one that
 sleeps. The reader looks at its sockets twenty times a second: it is not to take the core from what is measured.
 
-The loop's lag is how late a task wakes that sleeps for 5 ms again and again.
+The loop's lag is how late a task wakes that sleeps for 5 ms again and again. Under `chrt -f` it says nothing where the
+model's threads take every core: the loop's own does not take turns with them there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from app.lifecycle import Lifecycle
 from app.listening import open_listening_socket
 from app.server import make_context, run_http, tune_interpreter
 from engine.batch import StepOutput
+from engine.bench_running import LagMeter
 from engine.engine import open_engine
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.loaded import LoadedModel
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.stepper import Runner
 
-LAG_SLEEP_SECONDS: Final = 0.005
 MIN_STEPS: Final = 20
 READ_SECONDS: Final = 0.05
 
@@ -94,29 +95,12 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one run of all streams cost: microseconds of CPU a token, seconds of lag, and pieces of text a token."""
+    """What one run of all streams cost: microseconds of CPU a token, and pieces of text a token."""
 
     process: float
     loop: float
     step_seconds: float
-    lag_p50: float
-    lag_p99: float
     pieces: float = 1.0
-
-
-class LagMeter:
-    """How late a short sleep ends."""
-
-    def __init__(self) -> None:
-        self.samples: list[tuple[float, float]] = []
-
-    async def run(self) -> None:
-        """Measure, for ever."""
-        while True:
-            due = time.perf_counter() + LAG_SLEEP_SECONDS
-            await trio.sleep(LAG_SLEEP_SECONDS)
-            now = time.perf_counter()
-            self.samples.append((now, now - due))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +109,6 @@ class Bench:
 
     engine: Engine
     runner: Watched
-    lag: LagMeter
     port: int
     streams: int
     tokens: int
@@ -169,6 +152,18 @@ class Bench:
             raise SystemExit(f"{len(wrong)} answers do not count: {wrong[0]}")
         return replace(self._phase(), pieces=sum([len(texts) for texts, _ in said]) / (self.streams * self.tokens))
 
+    async def lag_over_http(self) -> str:
+        """How late the loop is meanwhile; apart, for looking costs time too."""
+        meter = LagMeter()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(meter.run)
+            await self.over_http()
+            nursery.cancel_scope.cancel()
+        full = [moment.wall for moment in self.runner.moments if moment.decodes == self.streams]
+        lags = sorted([lag for moment, lag in meter.samples if full[0] <= moment <= full[-1]])
+        p50, p99 = (nearest_rank(lags, percent) * 1e3 for percent in (50, 99))
+        return f"loop lag over HTTP p50 {p50:.2f} ms, p99 {p99:.2f} ms ({len(lags)} samples)"
+
     async def _read(self, prompt: tuple[int, ...]) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=self.tokens, min_tokens=self.tokens)
         request = GenerationRequest("inside", TokensPrompt(prompt), params, ignore_eos=True)
@@ -189,13 +184,10 @@ class Bench:
             raise SystemExit(f"All streams decoded in {len(full)} steps only; ask for more --tokens.")
         first, last = full[0], full[-1]
         tokens = self.streams * (len(full) - 1)
-        lags = sorted([lag for moment, lag in self.lag.samples if first.wall <= moment <= last.wall])
         return Phase(
             process=(last.process - first.process) / tokens * 1e6,
             loop=(last.loop - first.loop) / tokens * 1e6,
             step_seconds=(last.wall - first.wall) / (len(full) - 1),
-            lag_p50=nearest_rank(lags, 50),
-            lag_p99=nearest_rank(lags, 99),
         )
 
 
@@ -263,12 +255,12 @@ async def open_bench(options: argparse.Namespace, listener: socket.socket) -> As
 
     async with open_engine(settings.engine_config(), load=load) as engine, trio.open_nursery() as nursery:
         tune_interpreter()
-        context, lag = make_context(settings, engine, Lifecycle()), LagMeter()
-        for task in (context.telemetry.run, context.live.run, context.keys.run, context.lifecycle.lag.run, lag.run):
+        context = make_context(settings, engine, Lifecycle())
+        for task in (context.telemetry.run, context.live.run, context.keys.run, context.lifecycle.lag.run):
             nursery.start_soon(task)
         await nursery.start(partial(run_http, context, listener))
         port = listener.getsockname()[1]
-        yield Bench(engine, watched[0], lag, port, options.streams, options.tokens, count(1))
+        yield Bench(engine, watched[0], port, options.streams, options.tokens, count(1))
         nursery.cancel_scope.cancel()
 
 
@@ -279,16 +271,18 @@ async def measure(options: argparse.Namespace) -> None:
         async with open_bench(options, listener) as bench:
             print(f"{bench.engine.model.name}, {options.streams} streams of {options.tokens} tokens", flush=True)
             await bench.over_http()  # warm-up
-            print("                 CPU us a token  of it event loop  step ms  lag p50 ms  p99 ms  pieces a token")
+            print("                 CPU us a token  of it event loop  step ms  pieces a token")
             for _ in range(options.rounds):
                 pairs.append((await bench.inside(), await bench.over_http()))
                 for name, phase in zip(("inside", "over HTTP"), pairs[-1], strict=True):
                     print(
                         f"{name:15}  {phase.process:14.1f}  {phase.loop:16.1f}  {phase.step_seconds * 1e3:7.1f}  "
-                        f"{phase.lag_p50 * 1e3:10.2f}  {phase.lag_p99 * 1e3:6.2f}  {phase.pieces:14.2f}",
+                        f"{phase.pieces:14.2f}",
                         flush=True,
                     )
                 gc.collect()
+            lag = await bench.lag_over_http()
+    print(lag)
     events = [(http.loop - inside.loop) / http.pieces for inside, http in pairs]
     print(f"an event costs {spread(events)} us of the event loop's CPU")
     shares = [100 * http.loop / http.process for _, http in pairs]

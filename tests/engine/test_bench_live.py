@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
 
 from engine import bench_live
 from engine.bench_live import MIN_STEPS, measure_engine_part
+from engine.bench_running import EngineMeter
 from engine.cost_model import CostModel, Curve
 from engine.errors import ConfigError
 from engine.loaded import LoadedModel
@@ -40,10 +43,35 @@ def _fake_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("limits", [{"max_waiting": 1}, {"max_waiting_tokens": 1}])
 async def test_a_short_queue_of_the_server_is_no_hindrance(limits: dict[str, Any]) -> None:
-    model, fit = await measure_engine_part(fake_config(**limits), MODEL, 0.0)
+    model, fit, running = await measure_engine_part(fake_config(**limits), MODEL, 0.0)
     assert fit["engine_steps"] >= MIN_STEPS - 1
     assert model.engine_step_seconds + model.engine_row_seconds > 0
     assert math.isfinite(fit["engine_error"])
+    assert running["seats"] == 4
+    assert all(running[f"{part}_seconds"] > 0 for part in ("step", "execute", "scheduling", "hop", "text"))
+
+
+async def test_what_a_step_is_made_of_is_told_apart() -> None:
+    meter, now = EngineMeter(), time.perf_counter()
+
+    async with meter.open_stepper() as stepper:
+        await stepper.run(lambda: None)  # loading: not a step
+
+        async def schedule() -> None:
+            for _ in range(2):
+                time.sleep(0.01)  # noqa: ASYNC251 (what the loop's time goes to)
+                await stepper.run(lambda: time.sleep(0.02))
+
+        async with meter.measuring(), trio.open_nursery() as nursery:
+            nursery.start_soon(schedule, name="scheduling")
+    (asked, back), _ = stepper.calls
+    told = meter.summary([(asked + 0.005, asked + 0.015)])
+    assert len(stepper.calls) == 2
+    assert told["execute_seconds"] == pytest.approx(0.01)
+    assert told["hop_seconds"] == pytest.approx(back - asked - 0.01)
+    assert 0.02 <= told["scheduling_seconds"] < time.perf_counter() - now
+    assert told["text_seconds"] == 0.0
+    assert told["loop_lag_p99_seconds"] > 0.004
 
 
 async def test_too_few_steps_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,15 @@ from app.api import api_blueprint
 from app.api.anthropic import MESSAGES_URL
 from app.api.anthropic_answer import error_response
 from app.api.errors import ApiError, describe
+from app.api.many import MANY_URL
+from app.api.places import take_place
 from app.assets import templates_dir
 from app.call_scope import HANDLES, PERMITS
+from app.chat import chat_blueprint
 from app.cors import Cors
 from app.docs import docs_blueprint
 from app.guard import Guard
-from app.limits import UNAVAILABLE, RateLimitError
+from app.limits import UNAVAILABLE
 from app.login import login_blueprint
 from app.metrics import metrics_blueprint
 from app.pages import pages_blueprint
@@ -117,6 +120,7 @@ def create_app(context: Context) -> QuartTrio:
         probes_blueprint(context),
         metrics_blueprint(context),
         pages_blueprint(context),
+        chat_blueprint(context),
         docs_blueprint(context),
         login_blueprint(gate, pages),
     ):
@@ -151,8 +155,9 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
             if error.status == 401 and _wants_page():
                 return redirect(f"/login?{urlencode({'next': request.full_path.rstrip('?')})}", 303)
             raise
-        if area is Area.API and request.method == "POST":
-            _count_in(context)
+        # Several chats over one stream count each for itself.
+        if area is Area.API and request.method == "POST" and rule.rule != MANY_URL:
+            take_place(context, request.scope[HANDLES])  # type: ignore[typeddict-item]
         return None
 
     @app.after_request
@@ -166,23 +171,6 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
         if g.get("metered"):
             response.headers.update(context.limits.headers(g.who, trio.current_time()))
         return response
-
-
-def _count_in(context: Context) -> None:
-    """Take a place among the requests of the same API key; the guard around the app gives it back.
-
-    Raises:
-        RateLimitError: the key has had what it may have.
-    """
-    g.metered = True
-    scope: dict[str, Any] = request.scope  # type: ignore[assignment]
-    try:
-        permit = context.limits.admit(g.who, scope[HANDLES], trio.current_time())
-    except RateLimitError:
-        context.engine.count_refusal("rate_limited")
-        raise
-    if permit is not None:
-        scope[PERMITS].append(permit)
 
 
 def _install_errors(app: QuartTrio, context: Context, pages: Environment) -> None:

@@ -31,7 +31,7 @@ KEY_COOKIE: Final = "relevo_key"
 ADMIN_COOKIE: Final = "relevo_admin"
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _OPEN: Final = frozenset({"/healthz", "/readyz", "/health", "/version", "/load", "/get_load", "/login", "/logout"})
-_API: Final = frozenset({"/", "/docs", "/openapi.json", "/tokenize", "/detokenize"})
+_API: Final = frozenset({"/", "/chat/many", "/chat/seats", "/docs", "/openapi.json", "/tokenize", "/detokenize"})
 # A proxy on this machine passes on the whole world: with one of these the peer is not who asks.
 _FORWARDED: Final = ("Forwarded", "X-Forwarded-For", "X-Real-Ip", "X-Forwarded-Host", "Via")
 

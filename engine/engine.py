@@ -18,6 +18,7 @@ from engine.handle import Handle
 from engine.ingress import Ingress
 from engine.kv_cache import KVCache
 from engine.messages import Command, Result, SetLimits
+from engine.place import place_of
 from engine.policy import make_admission
 from engine.report import Report
 from engine.scheduler import Scheduler
@@ -27,7 +28,7 @@ from engine.stepper import open_stepper
 from engine.streaming import Streaming
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping
     from contextlib import AbstractAsyncContextManager
     from typing import Any
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from engine.grammar.compiler import GrammarCompiler
     from engine.handle import GenerationRequest
     from engine.loaded import ChatTemplateLike, LoadedModel, TokenizerLike
+    from engine.place import Place
     from engine.report import MetricsView
     from engine.stepper import Stepper
 
@@ -249,6 +251,16 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         """The numbers of `/ops/stats.json`, true now."""
         return self._report.snapshot(trio.current_time(), self.limits)
+
+    def table(self, num_steps: int) -> dict[str, Any]:
+        """`table` of the snapshot with its last steps alone; costs a small part of the whole."""
+        return self._scheduling.log.table(self.limits, num_steps)
+
+    def places(self, request_ids: Collection[str]) -> dict[str, Place]:
+        """Where the open ones among these requests are, by their names."""
+        now = trio.current_time()
+        found = [handle for handle in self._door if handle.request_id in request_ids]
+        return {handle.request_id: place_of(handle, self._scheduler, now) for handle in found}
 
     def metrics(self) -> MetricsView:
         """The numbers of `/metrics`, true now."""

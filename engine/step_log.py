@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,11 +73,11 @@ class StepLog:
         """Add a step; the oldest one falls out."""
         self._records.append(record)
 
-    def table(self, limits: Limits) -> dict[str, Any]:
+    def table(self, limits: Limits, num_steps: int = MAX_STEPS) -> dict[str, Any]:
         """The `table` of the statistics: `seats` counts those in use although the limit was lowered meanwhile."""
         taken = max((max(record.batch.seats, default=-1) for record in self._records), default=-1)
         return {
             "seats": max(limits.max_num_seqs, taken + 1),
             "budget": limits.max_num_batched_tokens,
-            "steps": [record.as_json() for record in self._records],
+            "steps": [r.as_json() for r in islice(self._records, max(0, len(self._records) - num_steps), None)],
         }

@@ -1,0 +1,186 @@
+"""Several chats over one stream: a browser opens six connections to a host, and who looks on wants to see ten at once.
+
+Each of them is a request like any other, to the engine, the metrics and the limits of its key: one that is refused or
+fails ends alone. The stream's events are those of a streamed chat with the number of the chat as their type, from 0:
+
+    event: 3
+    data: {"id": "chatcmpl-…", "object": "chat.completion.chunk", …}
+
+A chat ends with its own `[DONE]`, or with an error, which then has the `status` and `retry_after` (seconds) that the
+chat would have had as a response. Behind the last one comes a `[DONE]` without a type.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+from quart import Response, g, request
+
+from app.api import sse
+from app.api.errors import describe
+from app.api.gathering import Choices, Gathering, submit_choices
+from app.api.generation import HEARTBEAT_SECONDS, failure_of
+from app.api.places import take_place
+from app.api.planning import plan_chat
+from app.api.requests import read_json
+from app.call_scope import HANDLES
+from app.limits import RateLimitError
+from engine.errors import InvalidRequestError, RelevoError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from app.api.planning import Plan
+    from app.callers import Caller
+    from app.http import Context
+    from app.limits import Permit
+    from engine.engine import Engine
+    from engine.handle import Handle
+    from engine.outbox import Delta
+
+MANY_URL: Final = "/chat/many"
+MAX_CHATS: Final = 16
+
+
+async def answer_many(context: Context) -> Response:
+    """Answer the `requests` of a body, each the body of a chat, over one stream.
+
+    Raises:
+        RelevoError: one of them can never be served as it stands; then none is.
+    """
+    plans = plan_many(context.engine, await read_json(), context.callers.of(g.who))
+    chats = [_Chat(index, plan) for index, plan in enumerate(plans)]
+    for chat in chats:
+        chat.submit(context)
+    response = Response(_stream(chats), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
+    # Quart would cut the stream after its own response timeout; each chat has a deadline.
+    response.timeout = None
+    return response
+
+
+def plan_many(engine: Engine, data: dict[str, Any], caller: Caller) -> list[Plan]:
+    """Check a body.
+
+    Raises:
+        RelevoError: naming the chat and the field at fault.
+    """
+    bodies = data.get("requests")
+    if not isinstance(bodies, list) or not 1 <= len(bodies) <= MAX_CHATS:
+        message = f"'requests' must be a list of 1 to {MAX_CHATS} bodies of '/v1/chat/completions'."
+        raise InvalidRequestError(message, param="requests")
+    return [_plan(engine, body, caller, f"requests[{index}]") for index, body in enumerate(bodies)]
+
+
+def _plan(engine: Engine, body: object, caller: Caller, where: str) -> Plan:
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f"'{where}' must be an object.", param=where)
+    try:
+        plan = plan_chat(engine, {**body, "stream": True, "stream_options": {"include_usage": True}}, caller)
+    except InvalidRequestError as error:
+        param = f"{where}.{error.param}" if error.param else where
+        raise InvalidRequestError(f"In '{where}': {error}", param=param, code=error.code) from None
+    if plan.body.n != 1:
+        raise InvalidRequestError(f"'{where}.n' must be 1: each chat has one answer here.", param=f"{where}.n")
+    return plan
+
+
+class _Chat:
+    """One of the chats.
+
+    Attributes:
+        handle: what it has in the engine; `None` where it was refused at once.
+        deadline: on trio's clock.
+        opening: its first event.
+        is_over: whether nothing will come any more.
+    """
+
+    def __init__(self, index: int, plan: Plan) -> None:
+        self.handle: Handle | None = None
+        self.deadline = 0.0
+        self.opening = b""
+        self.is_over = False
+        self._index = index
+        self._plan = plan
+        self._choices = Choices(plan)
+        self._permit: Permit | None = None
+
+    def submit(self, context: Context) -> None:
+        """Hand it to the engine. Never waits."""
+        seconds = context.settings.server.request_timeout_seconds
+        if self._plan.body.timeout is not None:
+            seconds = min(seconds, self._plan.body.timeout)
+        self.deadline = g.arrived + seconds
+        call: dict[str, Any] = request.scope  # type: ignore[assignment]
+        own: list[Handle] = []
+        try:
+            self._permit = take_place(context, own)
+            # From here on the guard around the app ends it with the ASGI call, however that ends.
+            (self.handle,) = own[:] = submit_choices(context.engine, self._plan, call[HANDLES].append)
+        except (RateLimitError, UnavailableError) as error:
+            self.opening = self._fail(error)
+        else:
+            self.opening = self._tagged(self._plan.envelope.opening([0]))
+
+    async def take(self, delta: Delta) -> bytes:
+        """What a piece of the answer becomes in the stream."""
+        envelope = self._plan.envelope
+        data = envelope.piece(0, *self._choices.take(0, delta))
+        error = failure_of(delta)
+        if error is not None:
+            return self._tagged(data) + self._fail(await self._refusal() or error)
+        if delta.finish_reason is not None:
+            data += envelope.finish(0, self._choices.ending(0, delta)) + envelope.closing(self._choices.usage())
+            self._end()
+        return self._tagged(data)
+
+    def expire(self, now: float) -> None:
+        """Past its deadline it is ended."""
+        if self.handle is not None and now >= self.deadline:
+            self.handle.abort("timeout")
+
+    async def _refusal(self) -> RelevoError | None:
+        """Why the engine would not take it; `None` where it did."""
+        try:
+            if self.handle is not None:
+                await self.handle.accepted()
+        except RelevoError as error:
+            return error
+        return None
+
+    def _fail(self, error: Exception) -> bytes:
+        if self._permit is not None and isinstance(error, UnavailableError):
+            self._permit.give_back(trio.current_time())
+        self._end()
+        answer = describe(error)
+        wait = answer.headers.get("Retry-After")
+        about = {"status": answer.status, "retry_after": None if wait is None else int(wait)}
+        return self._tagged(sse.event({**answer.body, **about}))
+
+    def _end(self) -> None:
+        """Its place among the requests of its key is free, however long the others go on."""
+        self.is_over = True
+        if self._permit is not None:
+            self._permit.close(trio.current_time())
+
+    def _tagged(self, data: bytes) -> bytes:
+        """Events with the chat's number; JSON has no empty line, so an empty line ends an event."""
+        return b"".join([b"event: %d\n%b\n\n" % (self._index, one) for one in data.split(b"\n\n") if one])
+
+
+async def _stream(chats: list[_Chat]) -> AsyncIterator[bytes]:
+    """All events, in the order in which they come up."""
+    taken = [(chat, chat.handle) for chat in chats if chat.handle is not None]
+    gathering = Gathering([handle for _, handle in taken])
+    yield b"".join([chat.opening for chat in chats])
+    sent = trio.current_time()
+    while going := [chat for chat in chats if not chat.is_over]:
+        until = min(sent + HEARTBEAT_SECONDS, *[chat.deadline for chat in going])
+        data = b"".join([await taken[index][0].take(delta) for index, delta in await gathering.take(until)])
+        now = trio.current_time()
+        for chat in going:
+            chat.expire(now)
+        if data or now >= sent + HEARTBEAT_SECONDS:
+            yield data or sse.HEARTBEAT
+            sent = trio.current_time()
+    yield sse.DONE

@@ -1,0 +1,47 @@
+"""Where an open request is: on which seat, or why on none yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.handle import Handle
+    from engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one open request.
+
+    Attributes:
+        seat: the row of the batch, from 0; `None` while it waits.
+        reason: why it waits, one of `WAIT_REASONS`; `None` on a seat, and before the scheduler has seen it.
+        waited_seconds: from its arrival until it first sat down, or until now.
+        prompt_tokens, cached_tokens: of the prompt; how many of them were in the cache.
+        output_tokens: generated so far.
+    """
+
+    seat: int | None
+    reason: str | None
+    waited_seconds: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+def place_of(handle: Handle, scheduler: Scheduler, now: float) -> Place:
+    """The place of an open request at time `now` of the engine's clock."""
+    sequence = handle.sequence
+    if sequence is None:
+        return Place(None, None, now - handle.arrival_time)
+    waits = sequence.seat < 0
+    seated_at = sequence.first_seated_time
+    return Place(
+        seat=None if waits else sequence.seat,
+        reason=scheduler.classes[sequence.background].why_waits(sequence) if waits else None,
+        waited_seconds=(now if seated_at is None else seated_at) - handle.arrival_time,
+        prompt_tokens=sequence.num_prompt_tokens,
+        cached_tokens=sequence.num_cached_tokens,
+        output_tokens=sequence.num_output_tokens,
+    )

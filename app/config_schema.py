@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.config_types import ApiKeys, Bytes, Names, Origins, Secret
-from engine.config import EngineConfig, SloTargets
+from engine.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SloTargets
 from engine.errors import ConfigError
 
 _CAPACITY_FACTOR = 4
@@ -117,6 +117,13 @@ class SchedulerSection(Section):
     )
     capacity_num_seqs: int | None = _setting(
         None, "sequences", "highest live max_num_seqs; auto is four times it", absent="auto", ge=1, le=16384
+    )
+    num_speculative_tokens: int = _setting(
+        7,
+        "tokens",
+        "most guesses at one request's next, checked in one step; as many as pay are made, with 0 none; live",
+        ge=0,
+        le=MAX_SPECULATIVE_TOKENS,
     )
     capacity_num_batched_tokens: int | None = _setting(
         None, "tokens", "highest live max_num_batched_tokens; auto is four times it", absent="auto", ge=1, le=1 << 22
@@ -295,6 +302,7 @@ class Settings(Section):
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             long_prefill_token_threshold=scheduler.long_prefill_token_threshold or 0,
             capacity_num_seqs=scheduler.capacity_num_seqs or _CAPACITY_FACTOR * scheduler.max_num_seqs,
+            num_speculative_tokens=scheduler.num_speculative_tokens,
             capacity_num_batched_tokens=scheduler.capacity_num_batched_tokens
             or _CAPACITY_FACTOR * scheduler.max_num_batched_tokens,
             max_waiting=scheduler.max_waiting,

@@ -32,6 +32,7 @@ KEYS: Final = (
     "long_prefill_token_threshold",
     "dynamic_preferred_size",
     "dynamic_max_queue_delay_seconds",
+    "num_speculative_tokens",
 )
 # The words for 0, which files and flags take for these settings.
 ABSENT: Final = {

@@ -32,8 +32,14 @@ EFFECTS: Final = {
     "long_prefill_token_threshold": "Of one prompt in one step; 0 is no limit of its own.",
     "dynamic_preferred_size": "Requests that make a batch; 0 is as many as there are seats.",
     "dynamic_max_queue_delay_seconds": "The first waits so long for the others, in seconds.",
+    "num_speculative_tokens": "Tokens guessed from what a text repeats, of one request in one step; 0 is none.",
 }
-RARE: Final = ("long_prefill_token_threshold", "dynamic_preferred_size", "dynamic_max_queue_delay_seconds")
+RARE: Final = (
+    "long_prefill_token_threshold",
+    "dynamic_preferred_size",
+    "dynamic_max_queue_delay_seconds",
+    "num_speculative_tokens",
+)
 
 
 def pages_blueprint(context: Context) -> Blueprint:

@@ -69,6 +69,8 @@ class ScheduledBatch:
         new_blocks: `(seat, block_ids)` appended to the seat's block table, after `seated`.
         preempted: sequence ids that lost their seat when this step was planned.
         padding: computed beside the rows for nothing; only fixed batches have any.
+        drafts: row index to tokens that are computed behind the row's last one as if they were known, a draw behind
+            each of them. Such a row is plain, samples, and has blocks for them; `counts` is without them.
         token_budget: the limit the step was planned under, in tokens.
         generation: of the limits it was planned under.
     """
@@ -84,13 +86,19 @@ class ScheduledBatch:
     new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     preempted: tuple[int, ...] = ()
     padding: tuple[Padding, ...] = ()
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     token_budget: int = 0
     generation: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step, over all rows."""
-        return sum(self.counts)
+        """Tokens computed in this step, over all rows, drafts among them."""
+        return sum(self.counts) + self.num_draft_tokens
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts computed in this step."""
+        return sum(map(len, self.drafts.values())) if self.drafts else 0
 
     @property
     def num_padding_tokens(self) -> int:
@@ -131,6 +139,7 @@ class StepOutput:
         logprobs: row index to what is told of its token, for rows that asked.
         forced: row index to tokens that follow the drawn one without a choice: the next step reads them as it reads
             a prompt. Rows that asked for log-probabilities have none.
+        accepted: row index to tokens drawn behind its first, one for each draft that was right; for rows where one was.
     """
 
     step: int
@@ -139,6 +148,7 @@ class StepOutput:
     seconds: float = 0.0
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    accepted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Ending(NamedTuple):
@@ -153,7 +163,8 @@ class StepUpdate(NamedTuple):
     """What a step meant.
 
     Attributes:
-        tokens: `(sequence_id, token_id)` in order; a sequence whose tokens were forced stands there several times.
+        tokens: `(sequence_id, token_id)` in order; a sequence with tokens that were forced or drafted stands there
+            several times.
         endings: those that ended.
         logprobs: sequence id to what is told of its tokens in this step, for those that asked.
     """

@@ -110,6 +110,7 @@ def _letting_in(config: EngineConfig, num_clients: int) -> EngineConfig:
     return replace(
         config,
         policy="continuous",
+        num_speculative_tokens=0,
         max_waiting=num_clients,
         max_waiting_tokens=num_clients * (config.max_model_len or 1 << 20),
     )

@@ -31,6 +31,7 @@ class Limits:
         admission: how much memory a newcomer must find: `on_demand`, `reserve` or `predicted`.
         dynamic_preferred_size: sequences that form a batch under `dynamic`; 0 is as many as there are seats.
         dynamic_max_queue_delay_seconds: how long the first waits there for the others.
+        num_speculative_tokens: drafts of one sequence in a step, at most; 0 is none.
     """
 
     max_num_seqs: int
@@ -41,6 +42,7 @@ class Limits:
     admission: str = "on_demand"
     dynamic_preferred_size: int = 0
     dynamic_max_queue_delay_seconds: float = 0.1
+    num_speculative_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,8 @@ class EngineConfig:
         num_threads: threads of torch's pool and of the native kernels; 0 is one for each core there is to take.
         block_size: tokens of a KV block.
         cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
-        long_prefill_token_threshold, policy, admission, dynamic_preferred_size, dynamic_max_queue_delay_seconds: as in
-            `Limits`.
+        long_prefill_token_threshold, policy, admission, dynamic_preferred_size, dynamic_max_queue_delay_seconds,
+            num_speculative_tokens: as in `Limits`.
         capacity_num_seqs: the highest `max_num_seqs` that can be set while it runs.
         capacity_num_batched_tokens: the same for `max_num_batched_tokens`.
         enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
@@ -82,6 +84,7 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
     long_prefill_token_threshold: int = 0
+    num_speculative_tokens: int = 7
     capacity_num_seqs: int = 64
     capacity_num_batched_tokens: int = 512
     max_waiting: int = 256
@@ -106,6 +109,7 @@ class EngineConfig:
     @property
     def capacity(self) -> Limits:
         """The highest live limits."""
+            num_speculative_tokens=self.num_speculative_tokens,
         return Limits(self.capacity_num_seqs, self.capacity_num_batched_tokens)
 
 
@@ -115,6 +119,7 @@ MAX_QUEUE_DELAY_SECONDS = 3600.0
 def live_range(name: str, capacity: Limits) -> tuple[int, float]:
     """The lowest and the highest value that a numeric field of `Limits` can take while the engine runs.
 
+MAX_SPECULATIVE_TOKENS = 16
     Raises:
         ValueError: there is no such field, or it cannot be changed.
     """
@@ -130,3 +135,5 @@ def live_range(name: str, capacity: Limits) -> tuple[int, float]:
         case "dynamic_max_queue_delay_seconds":
             return 0, MAX_QUEUE_DELAY_SECONDS
     raise ValueError(f"{name} cannot be changed while running")
+        case "num_speculative_tokens":
+            return 0, MAX_SPECULATIVE_TOKENS

@@ -24,6 +24,9 @@ class Counters:
         num_rows: rows computed, padding included.
         num_useful_rows: those that brought a sequence forward.
         num_padding_rows, num_padding_tokens: what fixed batches computed for nothing.
+        num_drafts: rows that had drafts.
+        num_draft_tokens: those, all together.
+        num_accepted_tokens: tokens that answers had from them without a step of their own.
         num_set_aside_slots: token slots of the blocks, or of the reservation, of sequences that have ended.
         num_unwritten_slots: those of them that were never written; their share is the waste of KV memory.
     """
@@ -38,6 +41,9 @@ class Counters:
     num_useful_rows: int = 0
     num_padding_rows: int = 0
     num_padding_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_set_aside_slots: int = 0
     num_unwritten_slots: int = 0
 
@@ -50,6 +56,9 @@ class Counters:
         if num_padding:
             self.num_padding_rows += num_padding
             self.num_padding_tokens += batch.num_padding_tokens
+        if batch.drafts:
+            self.num_drafts += len(batch.drafts)
+            self.num_draft_tokens += batch.num_draft_tokens
 
     def count_seated(self, sequence: Sequence, now: float) -> None:
         """One sat down: count what the cache saved a newcomer of its prompt, or who returns of what was lost."""

@@ -43,24 +43,27 @@ class Drawn(NamedTuple):
         logprobs: for rows that asked.
         forced: tokens that follow the drawn one without a choice.
         failures: one line of cause for rows that got no token.
+        accepted: tokens drawn behind the first, one for each draft of the row that was right.
     """
 
     token_ids: Ints
     logprobs: Mapping[int, TokenLogprobs] = NONE
     forced: Mapping[int, tuple[int, ...]] = NONE
     failures: Mapping[int, str] = NONE
+    accepted: Mapping[int, tuple[int, ...]] = NONE
 
     def placed(self, rows: Ints, num_rows: int) -> Drawn:
         """The same by rows of a batch: draw `i` belongs to `rows[i]`. Rows without a draw have -1."""
         token_ids = np.full(num_rows, -1, dtype=np.int64)
         token_ids[rows] = self.token_ids
-        if not (self.logprobs or self.forced or self.failures):
+        if not (self.logprobs or self.forced or self.failures or self.accepted):
             return Drawn(token_ids)
 
         def place(found: Mapping[int, T]) -> dict[int, T]:
             return {int(rows[index]): value for index, value in found.items()}
 
-        return Drawn(token_ids, place(self.logprobs), place(self.forced), place(self.failures))
+        placed = place(self.logprobs), place(self.forced), place(self.failures), place(self.accepted)
+        return Drawn(token_ids, *placed)
 
 
 class Extras:
@@ -87,7 +90,7 @@ class Extras:
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
         """Whether a request asks for any of it."""
-        return params.num_logprobs is not None or params.constraint is not None or params.has_penalties
+        return not params.is_plain
 
     def adjust(self, logits: torch.Tensor, stop_ids: Ints, *, early: bool = False) -> bool:
         """Change the seat's logits, [V] float32, before a token is drawn.
@@ -189,6 +192,39 @@ def draw(
         except ConstraintError as error:
             failures[row] = error.cause
     return Drawn(token_ids, logprobs, forced, failures)
+
+
+def confirm(
+    drawn: Drawn,
+    drafts: Mapping[int, tuple[int, ...]],
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    seats: Ints,
+    positions: Ints,
+    choose: SampleRows = sample_rows,
+) -> Drawn:
+    """Draw behind drafts too; those that equal what was drawn before them were right, and so is what follows them.
+
+    Args:
+        drawn: for each row.
+        drafts: by row, what was held to be drawn there and after it. Such rows need no `Extras`.
+        logits: [D, V] float32, of the drafts one after the other; overwritten.
+        rows, seats, positions, choose: as for `draw`, before the drafts.
+    """
+    lengths = [len(draft) for draft in drafts.values()]
+    behind = np.concatenate([positions[row] + 1 + np.arange(len(draft)) for row, draft in drafts.items()])
+    following = sample(logits, rows, np.repeat(seats[[*drafts]], lengths), behind, choose).tolist()
+    accepted: dict[int, tuple[int, ...]] = {}
+    start = 0
+    for row, draft in drafts.items():
+        token_id, count = drawn.token_ids[row], 0
+        # -1 is no token: the next step finds nothing to draw at that place again, and tells.
+        while count < len(draft) and draft[count] == token_id and following[start + count] >= 0:
+            token_id, count = following[start + count], count + 1
+        if count:
+            accepted[row] = tuple(following[start : start + count])
+        start += len(draft)
+    return drawn._replace(accepted=accepted)
 
 
 def _broken(token_ids: Ints) -> dict[int, str]:

@@ -31,7 +31,8 @@ class StepInputs:
         order: [R], index in the batch of each row; rows of padding count on behind the batch's own.
         row_starts: [R], first token of each row.
         sampling: [S], rows that sample, as indices of this order.
-        last_tokens: [S], the token whose logits each of them needs.
+        last_tokens: [S + D], the token whose logits each of them needs; behind them the drafts, in
+            this order too.
     """
 
     model: ModelInputs
@@ -88,6 +89,9 @@ class InputBatch:
             self._num_blocks[seat] = have + len(block_ids)
         seats = np.array(batch.seats, dtype=np.int64)
         ends = np.array(batch.starts, dtype=np.int64) + np.array(batch.counts, dtype=np.int64)
+        for row, draft in batch.drafts.items():
+            self._token_ids[seats[row], ends[row] : ends[row] + len(draft)] = draft
+            ends[row] += len(draft)
         wrong = (self._sequence_ids[seats] != batch.sequence_ids) | (self._num_blocks[seats] * self._block_size < ends)
         if wrong.any():
             rows = np.flatnonzero(wrong).tolist()
@@ -119,7 +123,9 @@ class InputBatch:
             rows=rows,
         )
         sampling = np.flatnonzero(samples[order])
-        return StepInputs(model, order, loc[:-1], sampling, torch.from_numpy(loc[1:][sampling] - 1))
+        ends = loc[1:][sampling]
+        last_tokens = _with_drafts(batch, order, sampling, ends) if batch.drafts else ends - 1
+        return StepInputs(model, order, loc[:-1], sampling, torch.from_numpy(last_tokens))
 
     def append(self, seats: Ints, positions: Ints, token_ids: Ints, forced: Mapping[int, tuple[int, ...]]) -> None:
         """Write down drawn tokens, so that the next step finds them.
@@ -152,10 +158,25 @@ class InputBatch:
 
 
 def _columns(batch: ScheduledBatch) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-    """Seats, starts, counts and samples of the rows, then of the padding."""
+    """Seats, starts, counts and samples of the rows, then of the padding; counts with drafts."""
     columns: tuple[tuple[int, ...], ...] = (batch.seats, batch.starts, batch.counts, batch.samples)
     if batch.padding:
         more = zip(*[(row.seat, row.start, row.count, row.samples) for row in batch.padding], strict=True)
         columns = tuple([a + b for a, b in zip(columns, more, strict=True)])
     seats, starts, counts, samples = (np.array(column, dtype=np.int64) for column in columns)
+    for row, draft in batch.drafts.items():
+        counts[row] += len(draft)
     return seats, starts, counts, samples.astype(bool)
+
+
+def _with_drafts(batch: ScheduledBatch, order: Ints, sampling: Ints, ends: Ints) -> Ints:
+    """Tokens whose logits are needed: a row's own before its drafts; then the drafts, row by row.
+
+    Args:
+        sampling: [S], rows that sample.
+        ends: [S], one behind the last token of each, drafts included.
+    """
+    rows = order[sampling].tolist()
+    lengths = np.array([len(batch.drafts.get(row, ())) for row in rows], dtype=np.int64)
+    drafts = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True) if length]
+    return np.concatenate((ends - lengths - 1, *drafts))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.batch import ScheduledBatch, Seated, StepOutput
-from engine.drawing import NOT_A_NUMBER, Drawn, draw
+from engine.drawing import NOT_A_NUMBER, Drawn, confirm, draw
 from engine.input_batch import InputBatch, StepInputs
 from engine.models.native_llama import NativeLlama
 from engine.precision import Model, Precision, choose_precision
@@ -133,7 +133,8 @@ class ModelRunner:
             if why == NOT_A_NUMBER:
                 self._clean(batch.seats[row])
         seconds = time.perf_counter() - begin
-        return StepOutput(batch.step, tuple(drawn.token_ids.tolist()), failures, seconds, drawn.logprobs, drawn.forced)
+        token_ids = tuple(drawn.token_ids.tolist())
+        return StepOutput(batch.step, token_ids, failures, seconds, drawn.logprobs, drawn.forced, drawn.accepted)
 
     def take_seconds(self) -> dict[str, float]:
         """Where the time of steps went since the last call of this, by part."""
@@ -182,17 +183,21 @@ class ModelRunner:
             return Drawn(np.full(len(batch), -1, dtype=np.int64))
         rows = inputs.order[inputs.sampling]
         logits = self.model.logits(hidden[inputs.last_tokens])
-        if batch.padding:  # computed like the others, and of no use to anybody
-            logits, rows = logits[torch.from_numpy(rows < len(batch))], rows[rows < len(batch)]
         if len(self._silent_ids) > 0:
             logits.index_fill_(-1, self._silent_ids, -math.inf)
         seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
         self._watch.start()
         drawn = draw(logits, self._rows.sampling, self._rows.extras, seats, positions, self._sample_rows)
         # A row without a token ends, but what its seat holds may yet be computed as padding.
-        self._rows.append(seats, positions, np.maximum(drawn.token_ids, 0), drawn.forced)
+        logits, behind = logits[: len(rows)], logits[len(rows) :]
+        if batch.padding:  # computed like the others, and of no use to anybody
+            logits, rows = logits[torch.from_numpy(rows < len(batch))], rows[rows < len(batch)]
+        self._rows.append(seats, positions, np.maximum(drawn.token_ids, 0), {**drawn.forced, **drawn.accepted})
         self._watch.lap("sampling")
         return drawn.placed(rows, len(batch))
+        if batch.drafts:
+            drafts = {index: batch.drafts[row] for index, row in enumerate(rows.tolist()) if row in batch.drafts}
+            drawn = confirm(drawn, drafts, behind, self._rows.sampling, seats, positions, self._sample_rows)
 
     def _make_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """One cache a layer; behind its blocks the null block, which stays zero, and one for padding to write to."""

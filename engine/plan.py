@@ -25,6 +25,7 @@ class Plan:
         self.preempted: list[int] = []
         self.is_short_of_memory = False  # somebody was preempted for want of it
         self.padding: list[Padding] = []
+        self.drafts: dict[int, tuple[int, ...]] = {}
 
     def seat(self, sequence: Sequence, new_blocks: tuple[int, ...]) -> None:
         """Let a newcomer sit down and give it what is left, which may be nothing yet."""
@@ -76,6 +77,7 @@ class Plan:
             new_blocks=tuple(self.new_blocks),
             preempted=tuple(self.preempted),
             padding=tuple(self.padding),
+            drafts=self.drafts,
             token_budget=self.limits.max_num_batched_tokens,
             generation=self.limits.generation,
         )

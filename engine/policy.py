@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.kv_cache import KVCache
     from engine.sequence import Sequence
 
 ADMISSIONS = ("on_demand", "reserve", "predicted")
@@ -110,6 +111,36 @@ class Predicted:
         insort(self._sorted, length)
         if len(self._arrived) > NUM_OBSERVED:
             del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]
+
+
+class Outlook:
+    """What a policy expects, in blocks of a cache.
+
+    Args:
+        usable_capacity: tokens that a sequence can have at most.
+    """
+
+    def __init__(self, admission: AdmissionPolicy, kv_cache: KVCache, usable_capacity: int) -> None:
+        self.admission = admission
+        self._kv_cache = kv_cache
+        self._usable_capacity = usable_capacity
+
+    def expected_blocks(self, sequence: Sequence) -> int:
+        """Blocks that the policy wants for a sequence, those it has included."""
+        expected = self.admission.expected_tokens(sequence, self._kv_cache.block_size)
+        return self._kv_cache.blocks_for(min(expected, self._usable_capacity))
+
+    def promised_blocks(self, sequence: Sequence) -> int:
+        """Blocks that the policy wants for a running sequence beyond those it has."""
+        return max(0, self.expected_blocks(sequence) - len(sequence.block_ids))
+
+    def could_sit(self, waiter: Sequence, running: list[Sequence], leaving: list[Sequence]) -> bool:
+        """Whether there would be memory for one who waits if some of those that run had left."""
+        staying = [sequence for sequence in running if sequence not in leaving]
+        prefix = self._kv_cache.find_prefix(waiter)
+        promised = sum([self.promised_blocks(sequence) for sequence in staying])
+        freed = sum([self._kv_cache.num_freed(sequence, prefix) for sequence in leaving])
+        return not staying or self._kv_cache.fits(self.expected_blocks(waiter), prefix, promised - freed)
 
 
 def make_admission(name: str) -> AdmissionPolicy:

@@ -91,6 +91,11 @@ class Report:
             "preemptions": scheduler.counters.num_preemptions,
             "recomputed_tokens": scheduler.counters.num_recomputed_tokens,
             "padding": {"rows": scheduler.counters.num_padding_rows, "tokens": scheduler.counters.num_padding_tokens},
+            "speculation": {
+                "drafts": scheduler.counters.num_drafts,
+                "draft_tokens": scheduler.counters.num_draft_tokens,
+                "accepted_tokens": scheduler.counters.num_accepted_tokens,
+            },
             "kv_waste": {
                 "set_aside_slots": scheduler.counters.num_set_aside_slots,
                 "unwritten_slots": scheduler.counters.num_unwritten_slots,
@@ -131,6 +136,9 @@ class Report:
                 "generation_tokens": stats.num_output_tokens,
                 "prefix_cache_queries": scheduler.counters.num_queried_tokens,
                 "prefix_cache_hits": scheduler.counters.num_hit_tokens,
+                "spec_decode_num_drafts": scheduler.counters.num_drafts,
+                "spec_decode_num_draft_tokens": scheduler.counters.num_draft_tokens,
+                "spec_decode_num_accepted_tokens": scheduler.counters.num_accepted_tokens,
             },
             labelled_gauges={
                 "num_requests_waiting_by_reason": (

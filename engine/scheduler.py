@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from engine.batch import Ending, StepUpdate
 from engine.batching import Moment, make_batching
 from engine.counters import Counters
+from engine.drafting import add_drafts
 from engine.plan import Plan
-from engine.policy import make_admission
+from engine.policy import Outlook, make_admission
 from engine.seats import Seats
 from engine.sequence import FinishReason, Sequence, SequenceStatus
 from engine.work_class import WorkClass, find_way
@@ -48,11 +49,11 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.limits = limits
         self.batching = make_batching(limits.policy)
-        self.admission = make_admission(limits.admission)
         self._in_force = (limits.policy, limits.admission)
         # The limits name other policies: they hold as soon as nobody sits under those in force.
         self.is_switching = False
         self.usable_capacity = min(max_model_len, kv_cache.num_tokens)
+        self.outlook = Outlook(make_admission(limits.admission), kv_cache, self.usable_capacity)
         self.interactive, self.background = self.classes = WorkClass(), WorkClass()
         self.counters = Counters()
         self._live: dict[int, Sequence] = {}
@@ -133,6 +134,8 @@ class Scheduler:
         for work in self.classes:
             self._continue_running(work, plan)
             self._admit_waiting(work, plan, now)
+        if not self.batching.forms_batches:
+            add_drafts(plan, self._live)
         if plan.rows or plan.padding:
             self._step = plan.step
         return plan.freeze()
@@ -141,8 +144,9 @@ class Scheduler:
         """Apply what a step gave back; results for sequences that have ended meanwhile are dropped and counted."""
         told: dict[int, list[TokenLogprobs]] = {}
         update = StepUpdate([], [], told)
-        live, failures, logprobs, forced = self._live, output.failures, output.logprobs, output.forced
-        has_more = bool(logprobs or forced)
+        live, failures, logprobs = self._live, output.failures, output.logprobs
+        forced, accepted = output.forced, output.accepted
+        has_more = bool(logprobs or forced or accepted)
         num_dropped = 0
         columns = zip(batch.sequence_ids, batch.starts, batch.counts, batch.samples, output.token_ids, strict=True)
         for row, (sequence_id, start, count, samples, token_id) in enumerate(columns):
@@ -168,7 +172,8 @@ class Scheduler:
                 if has_more:
                     if row in logprobs:
                         told[sequence_id] = [logprobs[row]]
-                    self._add_forced(sequence, forced.get(row, ()), update)
+                    self._add_more(sequence, forced.get(row, ()), update)
+                    self._add_more(sequence, accepted.get(row, ()), update, were_drafted=True)
         self.counters.count_step(batch, num_dropped)
         return update
 
@@ -200,7 +205,7 @@ class Scheduler:
         self.batching.end()
         if self.is_switching:
             self.batching = make_batching(self.limits.policy)
-            self.admission = make_admission(self.limits.admission)
+            self.outlook.admission = make_admission(self.limits.admission)
             self._in_force = (self.limits.policy, self.limits.admission)
             self.is_switching = False
 
@@ -209,26 +214,18 @@ class Scheduler:
 
         At most one in a step, and nobody where it would be for nothing.
         """
-        if self.batching.forms_batches or self.is_switching or not self.admission.may_preempt:
+        if self.batching.forms_batches or self.is_switching or not self.outlook.admission.may_preempt:
             return
         num_seats = self.limits.max_num_seqs
         way = find_way(self.interactive, self.background, num_seats)
-        if way is None or not self._could_sit(way.waiter, way.givers):
+        if way is None or not self.outlook.could_sit(way.waiter, self.running, way.givers):
             return
-        if self.num_running < num_seats and self._could_sit(way.waiter, []):
+        if self.num_running < num_seats and self.outlook.could_sit(way.waiter, self.running, []):
             return
         victim = way.givers[0]
         self._preempt(victim, plan)
         victim.num_yields += 1
         self.classes[victim.background].queue.put_back_own(victim)
-
-    def _could_sit(self, waiter: Sequence, leaving: list[Sequence]) -> bool:
-        """Whether there would be memory for one who waits if these had left."""
-        staying = [sequence for sequence in self.running if sequence not in leaving]
-        prefix = self.kv_cache.find_prefix(waiter)
-        promised = sum([self._promised_blocks(sequence) for sequence in staying])
-        freed = sum([self.kv_cache.num_freed(sequence, prefix) for sequence in leaving])
-        return not staying or self.kv_cache.fits(self._expected_blocks(waiter), prefix, promised - freed)
 
     def _continue_running(self, work: WorkClass, plan: Plan) -> None:
         running = work.running
@@ -296,7 +293,7 @@ class Scheduler:
             return
         newcomers: list[Sequence] = []
         skipped: list[Sequence] = []
-        promised = sum([self._promised_blocks(other) for other in self.running])
+        promised = sum([self.outlook.promised_blocks(other) for other in self.running])
         for sequence in work.queue.candidates(self.limits.max_num_seqs, with_followers=self.batching.forms_batches):
             if len(newcomers) >= num_open:
                 work.wait_reason = self.batching.closed_reason
@@ -305,7 +302,7 @@ class Scheduler:
                 work.wait_reason = "token_budget"
                 break
             prefix = self.kv_cache.find_prefix(sequence)
-            if self.num_running and not self.kv_cache.fits(self._expected_blocks(sequence), prefix, promised):
+            if self.num_running and not self.kv_cache.fits(self.outlook.expected_blocks(sequence), prefix, promised):
                 work.wait_reason = "kv_memory"
                 skipped.append(sequence)
                 if len(skipped) > MAX_SKIPPED or sequence.status is SequenceStatus.PREEMPTED:
@@ -315,7 +312,7 @@ class Scheduler:
             else:
                 self._seat(sequence, prefix, plan, now)
                 newcomers.append(sequence)
-                promised += self._promised_blocks(sequence)
+                promised += self.outlook.promised_blocks(sequence)
                 for other in (*skipped, *(self.interactive.queue if work is self.background else ())):
                     other.num_overtaken += 1
         self.batching.admit(newcomers)
@@ -333,15 +330,6 @@ class Scheduler:
         num_open = max(0, self.batching.num_open(Moment(work.queue, self.num_running, self.limits, now)))
         return num_open, None if num_open else self.batching.closed_reason
 
-    def _expected_blocks(self, sequence: Sequence) -> int:
-        """Blocks that the policy wants for a sequence, those it has included."""
-        expected = self.admission.expected_tokens(sequence, self.kv_cache.block_size)
-        return self.kv_cache.blocks_for(min(expected, self.usable_capacity))
-
-    def _promised_blocks(self, sequence: Sequence) -> int:
-        """Blocks that the policy wants for a running sequence beyond those it has."""
-        return max(0, self._expected_blocks(sequence) - len(sequence.block_ids))
-
     def _seat(self, sequence: Sequence, prefix: Prefix, plan: Plan, now: float) -> None:
         work = self.classes[sequence.background]
         work.queue.remove(sequence)
@@ -357,7 +345,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.seat >= 0:
-            reserved = self.kv_cache.blocks_for(self.admission.reserved_tokens(sequence))
+            reserved = self.kv_cache.blocks_for(self.outlook.admission.reserved_tokens(sequence))
             num_slots = max(len(sequence.block_ids), reserved) * self.kv_cache.block_size
             self.counters.count_slots(num_slots, sequence.num_computed_tokens)
             self._vacate(sequence, keeps_seat=self.batching.keeps_seat(sequence))
@@ -367,19 +355,31 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
 
-    def _add_forced(self, sequence: Sequence, token_ids: tuple[int, ...], update: StepUpdate) -> None:
-        """Add what follows without a draw, up to where the sequence ends."""
+    def _add_more(
+        self, sequence: Sequence, token_ids: Iterable[int], update: StepUpdate, *, were_drafted: bool = False
+    ) -> None:
+        """Add what came with a drawn token, up to where the sequence ends.
+
+        Args:
+            were_drafted: they were drawn behind drafts that were right: with each, one more token has been computed.
+        """
         for token_id in token_ids:
-            if not sequence.is_finished:
-                sequence.token_ids.append(token_id)
-                update.tokens.append((sequence.sequence_id, token_id))
-                self._end_if_due(sequence, update)
+            if sequence.is_finished:
+                return
+            if were_drafted:
+                sequence.num_computed_tokens += 1
+                if sequence.num_computed_tokens >= sequence.next_full:
+                    self.kv_cache.remember(sequence)
+                self.counters.num_accepted_tokens += 1
+            sequence.token_ids.append(token_id)
+            update.tokens.append((sequence.sequence_id, token_id))
+            self._end_if_due(sequence, update)
 
     def _end_if_due(self, sequence: Sequence, update: StepUpdate) -> None:
         """End a sequence whose last token ends it."""
         reason = sequence.end_reason
         if reason is not None:
-            self.admission.observe(sequence)
+            self.outlook.admission.observe(sequence)
             self._end(sequence, reason, update)
 
     def _end(self, sequence: Sequence, reason: FinishReason, update: StepUpdate, error: str | None = None) -> None:
@@ -391,6 +391,7 @@ class Scheduler:
         work.running.remove(sequence)
         work.fairness.vacated(sequence)
         self.kv_cache.release(sequence)
+        sequence.lookup = None
         if keeps_seat:
             self._seats.keep(sequence.seat)
         else:

@@ -102,6 +102,7 @@ class Scheduling:
         if error is None:
             self._failed_steps = 0
             update = self.scheduler.update(batch, output, finished)
+            self.log.note(output)
         else:
             update = self._fail(batch, error)
         self._stats.record_step(finished, finished - planned, batch.num_tokens)

@@ -32,7 +32,13 @@ class ScriptedRunner:
         self._endings: dict[int, tuple[int, int]] = {}
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
-        """Compute the batch; rows that reach their last token get a stop token for the one that was drawn."""
+        """Compute the batch; rows that reach their last token get a stop token for the one that was drawn.
+
+        Raises:
+            ValueError: a sequence has no stop token, or a row has drafts, behind which an answer could end unseen.
+        """
+        if batch.drafts:
+            raise ValueError("scripted answers have no drafts: set num_speculative_tokens to 0")
         for seated in batch.seated:
             last = seated.num_prompt_tokens + seated.params.min_tokens
             if not seated.params.stop_token_ids:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from engine.constraint import Constraint
+    from engine.drafting import PromptLookup
 
 
 class SequenceStatus(Enum):
@@ -82,6 +83,11 @@ class SamplingParams:
             self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a draw takes nothing but the model's logits and gives nothing but a token."""
+        return self.num_logprobs is None and self.constraint is None and not self.has_penalties
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -113,6 +119,7 @@ class Sequence:
         num_cached_tokens: prompt tokens that were in the cache when it first sat down.
         next_full: the number of computed tokens at which a block becomes full.
         leader: another answer to the same prompt, whose blocks it is to share.
+        lookup: where its drafts come from, once it sits and has been looked at for any.
     """
 
     sequence_id: int
@@ -149,6 +156,7 @@ class Sequence:
     priority: int = 0
     num_charged_tokens: int = 0
     leader: Sequence | None = None
+    lookup: PromptLookup | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

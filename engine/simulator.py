@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.batch import StepOutput
@@ -72,7 +73,7 @@ def simulate(
     try:
         scheduler = Scheduler(
             KVCache(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
-            limits=limits,
+            limits=replace(limits, num_speculative_tokens=0),  # no text, nothing to repeat
             num_seats=max(num_seats or 0, limits.max_num_seqs),
             max_model_len=max_model_len,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.batch import ScheduledBatch
+    from collections.abc import Mapping
+
+    from engine.batch import ScheduledBatch, StepOutput
     from engine.config import Limits
     from engine.scheduler import Scheduler
 
@@ -24,6 +26,7 @@ class StepRecord:
         preempted: names of those who lost their seat.
         idle: seat and name of those who sit there and got no tokens.
         time: when it was planned, on the engine's clock, or since a simulation's start.
+        accepted: as in `StepOutput`, once it was computed.
     """
 
     batch: ScheduledBatch
@@ -31,6 +34,7 @@ class StepRecord:
     preempted: tuple[str, ...]
     idle: tuple[tuple[int, str], ...]
     time: float
+    accepted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, scheduler: Scheduler, batch: ScheduledBatch, time: float) -> StepRecord:
@@ -43,8 +47,12 @@ class StepRecord:
         return cls(batch, names(batch.sequence_ids), names(batch.preempted), idle, time)
 
     def as_json(self) -> dict[str, Any]:
-        """`rows`: `[seat, request_id, "prefill" | "decode" | "idle" | "padding", tokens]`, a seat once or never."""
+        """`rows`: `[seat, request_id, "prefill" | "decode" | "idle" | "padding", tokens]`, a seat once or never.
+
+        `drafts`: `[seat, drafts, how many of them were right]`; they are among the row's tokens.
+        """
         batch = self.batch
+        drafts = {row: len(draft) for row, draft in batch.drafts.items()}
         padded = {pad.seat: pad for pad in batch.padding if pad.seat not in batch.seats}
         return {
             "step": batch.step,
@@ -52,13 +60,14 @@ class StepRecord:
             "budget": batch.token_budget,
             "generation": batch.generation,
             "rows": [
-                [seat, request_id, "decode" if decodes else "prefill", count]
-                for seat, request_id, decodes, count in zip(
-                    batch.seats, self.request_ids, batch.decodes, batch.counts, strict=True
+                [seat, request_id, "decode" if decodes else "prefill", count + drafts.get(row, 0)]
+                for row, (seat, request_id, decodes, count) in enumerate(
+                    zip(batch.seats, self.request_ids, batch.decodes, batch.counts, strict=True)
                 )
             ]
             + [[seat, request_id, "idle", 0] for seat, request_id in self.idle if seat not in padded]
             + [[seat, pad.request_id, "padding", pad.count] for seat, pad in padded.items()],
+            "drafts": [[batch.seats[row], n, len(self.accepted.get(row, ()))] for row, n in drafts.items()],
             "preempted": list(self.preempted),
         }
 
@@ -72,6 +81,11 @@ class StepLog:
     def append(self, record: StepRecord) -> None:
         """Add a step; the oldest one falls out."""
         self._records.append(record)
+
+    def note(self, output: StepOutput) -> None:
+        """The step that was added last has been computed."""
+        if output.accepted:
+            self._records[-1] = replace(self._records[-1], accepted=output.accepted)
 
     def table(self, limits: Limits, num_steps: int = MAX_STEPS) -> dict[str, Any]:
         """The `table` of the statistics: `seats` counts those in use although the limit was lowered meanwhile."""

@@ -240,7 +240,7 @@ class FakeRunner:
             self._rows[seat].block_ids.extend(block_ids)
         columns = zip(batch.seats, batch.sequence_ids, batch.starts, batch.counts, batch.samples, strict=True)
         token_ids = [-1] * len(batch)
-        logprobs, forced, failures = {}, {}, {}
+        logprobs, forced, failures, accepted = {}, {}, {}, {}
         for index, column in enumerate(columns):
             known, row = self._compute(*column), self._rows[batch.seats[index]]
             if known is None:
@@ -256,7 +256,9 @@ class FakeRunner:
                 forced[index] = following
             if row.params.num_logprobs is not None:
                 logprobs[index] = fake_logprobs(known, token_id, row.params.num_logprobs)
-        return StepOutput(batch.step, tuple(token_ids), failures, logprobs=logprobs, forced=forced)
+            if index in batch.drafts and (behind := self._draw_behind(row, known, batch.drafts[index])):
+                accepted[index] = behind
+        return StepOutput(batch.step, tuple(token_ids), failures, logprobs=logprobs, forced=forced, accepted=accepted)
 
     def _compute(self, seat: int, sequence_id: int, start: int, count: int, samples: bool) -> list[int] | None:
         """Write the row's tokens into the memory; read all of it back where a token is to be drawn."""
@@ -264,15 +266,29 @@ class FakeRunner:
         if row.sequence_id != sequence_id or len(row.token_ids) < start + count:
             raise AssertionError(f"seat {seat} holds {row}, the batch speaks of {sequence_id} at {start}+{count}")
         for position in range(start, start + count):
-            self._memory[row.block_ids[position // self._block_size]][position % self._block_size] = row.token_ids[
-                position
-            ]
+            self._place(row, position)[position % self._block_size] = row.token_ids[position]
         if not samples:
             return None
-        return [
-            self._memory[row.block_ids[position // self._block_size]][position % self._block_size]
-            for position in range(start + count)
-        ]
+        return [self._place(row, position)[position % self._block_size] for position in range(start + count)]
+
+    def _place(self, row: _Row, position: int) -> list[int]:
+        """The block that holds a position."""
+        return self._memory[row.block_ids[position // self._block_size]]
+
+    def _draw_behind(self, row: _Row, known: list[int], draft: tuple[int, ...]) -> tuple[int, ...]:
+        """Write drafts into the memory, right or not; what is drawn behind those that were right."""
+        if not row.params.is_plain:
+            raise AssertionError(f"{row} has drafts")
+        start, drawn = len(known), [row.token_ids[-1]]
+        for position, token_id in enumerate(draft, start):
+            self._place(row, position)[position % self._block_size] = token_id
+        for position in range(start, start + len(draft)):
+            known.append(self._place(row, position)[position % self._block_size])
+            if known[-1] != drawn[-1]:
+                break
+            drawn.append(self._draw(row, known))
+            row.take(drawn[-1])
+        return tuple(drawn[1:])
 
     def _draw(self, row: _Row, known: list[int]) -> int:
         """The next token; under a constraint the model's own where it may come, else one that may."""
@@ -309,6 +325,7 @@ def fake_config(**changes: Any) -> EngineConfig:
         "capacity_num_seqs": 16,
         "capacity_num_batched_tokens": 256,
         "block_size": 4,
+        "num_speculative_tokens": 0,
     }
     return EngineConfig(**{**defaults, **changes})
 

@@ -46,10 +46,14 @@ class Compared:
 
 
 def config_for(config: EngineConfig, *, max_requests: int) -> EngineConfig:
-    """The settings of an engine that takes a whole run at once and has no more seats and budget than are compared."""
+    """The settings of an engine that takes a whole run at once and has no more seats and budget than are compared.
+
+    Without drafts, which fixed batches have none of: what is compared is who sits when.
+    """
     return replace(
         config,
         policy="continuous",
+        num_speculative_tokens=0,
         capacity_num_seqs=config.max_num_seqs,
         capacity_num_batched_tokens=config.max_num_batched_tokens,
         max_waiting=max_requests,

@@ -31,6 +31,7 @@ SETTINGS = {
     "long_prefill_token_threshold": "Chunk limit",
     "dynamic_preferred_size": "Dynamic batch size",
     "dynamic_max_queue_delay_seconds": "Dynamic batch delay",
+    "num_speculative_tokens": "Drafts",
 }
 
 

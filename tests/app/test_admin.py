@@ -30,6 +30,7 @@ AT_START = {
     "long_prefill_token_threshold": 0,
     "dynamic_preferred_size": 0,
     "dynamic_max_queue_delay_seconds": 0.1,
+    "num_speculative_tokens": 0,
 }
 
 
@@ -50,6 +51,7 @@ async def test_the_answer_and_the_history() -> None:
                 "long_prefill_token_threshold": [0, 256],
                 "dynamic_preferred_size": [0, 16],
                 "dynamic_max_queue_delay_seconds": [0, 3600.0],
+                "num_speculative_tokens": [0, 16],
             },
             "pending_drain": {},
             "reverts": {},
@@ -100,6 +102,9 @@ async def test_the_answer_and_the_history() -> None:
         ({"dynamic_max_queue_delay_seconds": -0.1}, "dynamic_max_queue_delay_seconds"),
         ({"dynamic_max_queue_delay_seconds": "soon"}, "dynamic_max_queue_delay_seconds"),
         ({"dynamic_max_queue_delay_seconds": True}, "dynamic_max_queue_delay_seconds"),
+        ({"num_speculative_tokens": 17}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": "none"}, "num_speculative_tokens"),
         ({"max_num_seqs": "auto"}, "max_num_seqs"),
         ({"dynamic_preferred_size": "none"}, "dynamic_preferred_size"),
         ({"long_prefill_token_threshold": "auto"}, "long_prefill_token_threshold"),

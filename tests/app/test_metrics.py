@@ -16,6 +16,7 @@ NAMES = {
     "gauge": {"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
               "cache_config_info"},
     "counter": {"num_preemptions", "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
+                "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
                 "request_success", "admission_rejections", "request_aborts"},
     "histogram": {"time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
                   "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
@@ -74,6 +75,29 @@ async def test_numbers_follow_the_requests() -> None:
         assert samples["vllm:admission_rejections_total", labels(reason="context_length_exceeded")] == 1
         assert samples["vllm:num_requests_running", labels()] == 0
         assert samples["relevo:generation_tokens_total", labels()] == 8
+
+
+async def test_drafts_are_counted() -> None:
+    async with open_server(limits={"num_speculative_tokens": 4}, answer=lambda _: list(b"abc" * 20)) as server:
+        answer = (await server.client.post(CHAT, json=chat_body("say it again", max_tokens=40))).json()
+        assert answer["choices"][0]["message"]["content"] == ("abc" * 20)[:40]
+        assert answer["usage"]["completion_tokens"] == 40
+        _, samples = await scrape(server)
+        steps = samples["vllm:iteration_tokens_total_count", labels()]
+        for prefix in ("relevo:", "vllm:"):
+            names = ("drafts", "draft_tokens", "accepted_tokens")
+            drafts, drafted, accepted = (samples[f"{prefix}spec_decode_num_{name}_total", labels()] for name in names)
+            assert 0 < drafts < drafted
+            assert 0 < accepted <= drafted
+            assert accepted == 40 - steps
+        stats = await server.stats()
+        assert stats["speculation"] == {"drafts": drafts, "draft_tokens": drafted, "accepted_tokens": accepted}
+        told = [draft for step in stats["table"]["steps"] for draft in step["drafts"]]
+        assert (len(told), sum(n for _, n, _ in told), sum(n for *_, n in told)) == (drafts, drafted, accepted)
+        # Off, and the next answer has none.
+        assert (await server.client.patch("/admin/config", json={"num_speculative_tokens": 0})).status_code == 200
+        await server.client.post(CHAT, json=chat_body("and again", max_tokens=40))
+        assert (await server.stats())["speculation"]["draft_tokens"] == drafted
 
 
 async def test_the_foreign_names_can_be_left_out() -> None:

@@ -89,8 +89,10 @@ class Simulation:
     def check_writes(self, batch: ScheduledBatch) -> None:
         """Nothing is ever written into a block that two sequences refer to."""
         ref_counts, size = self.scheduler.kv_cache.pool.ref_counts, self.scheduler.kv_cache.block_size
-        for sequence_id, start, length in zip(batch.sequence_ids, batch.starts, batch.counts, strict=True):
-            written = self.sequences[sequence_id].block_ids[start // size : (start + length - 1) // size + 1]
+        columns = zip(batch.sequence_ids, batch.starts, batch.counts, strict=True)
+        for row, (sequence_id, start, length) in enumerate(columns):
+            end = start + length + len(batch.drafts.get(row, ()))
+            written = self.sequences[sequence_id].block_ids[start // size : (end - 1) // size + 1]
             assert [ref_counts[block_id] for block_id in written] == [1] * len(written)
 
     def apply(self, update: StepUpdate, step: int) -> None:

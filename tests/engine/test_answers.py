@@ -7,6 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
+import trio
 
 from engine.errors import InvalidRequestError
 from engine.handle import GenerationRequest, TextPrompt
@@ -279,3 +280,47 @@ def test_forced_tokens_stand_in_the_order_in_which_they_follow() -> None:
     assert following.counts == (3, 1)
     assert following.decodes == (False, True)
     assert following.samples == (True, True)
+
+
+AGAIN = b"a song, a song; " * 10
+
+
+async def test_several_tokens_of_a_step_arrive_with_their_time(autojump_clock: MockClock) -> None:
+    """The first of them ends the gap, the others have none; the text and the usage are those of an answer without."""
+    config = fake_config(num_speculative_tokens=4, block_size=16)
+    async with open_fake_engine(config, step_seconds=1.0, answer=lambda _: AGAIN) as engine:
+        handle = engine.submit(ask(60))
+        await handle.accepted()
+        deltas = await read(handle)
+        stats = engine.snapshot()
+    assert text_of(deltas) == AGAIN[:60].decode()
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == list(AGAIN[:60])
+    assert deltas[-1].usage is not None
+    assert deltas[-1].usage.completion_tokens == 60
+    accepted, itl = stats["speculation"]["accepted_tokens"], stats["latency"]["itl"]
+    assert accepted > 30
+    assert (itl["count"], stats["step"]["count"]) == (59, 60 - accepted)
+    # As many gaps as there were steps are a step long, the others nothing.
+    assert (itl["p50"], itl["p99"]) == (0.0, 1.0)
+    assert stats["latency"]["tpot"]["p50"] == pytest.approx((59 - accepted) / 59)
+
+
+@pytest.mark.parametrize("stop", ["song; a", "; ", "g, a song"])
+async def test_a_stop_string_ends_within_what_was_accepted(autojump_clock: MockClock, stop: str) -> None:
+    answers = []
+    for drafts in (0, 7):
+        async with open_fake_engine(fake_config(num_speculative_tokens=drafts), answer=lambda _: AGAIN) as engine:
+            # Not before the song is known.
+            handle = engine.submit(ask(100, stop=(stop,), min_tokens=50))
+            await handle.accepted()
+            deltas = await read(handle)
+            while engine.num_running:
+                await trio.sleep(0.01)
+            assert bool(engine.snapshot()["speculation"]["accepted_tokens"]) == bool(drafts)
+            assert engine.snapshot()["kv"]["used"] == 0
+        last = deltas[-1]
+        answers.append((text_of(deltas), last.finish_reason, last.usage and last.usage.completion_tokens))
+    assert answers[0] == answers[1]
+    assert answers[0][1] is FinishReason.STOP
+    text = AGAIN.decode()
+    assert answers[0][0] == text[: len(answers[0][0])]

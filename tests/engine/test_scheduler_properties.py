@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -9,11 +11,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.scheduler import MAX_OVERTAKEN
 from engine.sequence import FinishReason, SamplingParams, Sequence
 from tests.engine.simulate import Simulation
-from tests.fakes import expected_output
+from tests.fakes import FakeRunner, expected_output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAX_EMPTY_STEPS = 2
 POLICIES = ["continuous", "static", "static_dropped", "dynamic"]
 ADMISSIONS = ["on_demand", "reserve", "predicted"]
+
+
+def refrain(prompt: Iterable[int], num_tokens: int = 120) -> list[int]:
+    """An answer that says the same again and again, but for a slip now and then: drafts are right for a while."""
+    letters = expected_output(prompt, num_tokens)
+    return [letters[i] if i % 11 == 10 else letters[i % 4] for i in range(num_tokens)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -29,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         admission=st.sampled_from(ADMISSIONS),
         delay=st.sampled_from([0.0, 0.5, 1.0]),
+        drafts=st.sampled_from([0, 1, 3, 7]),
     )
     def start(
         self,
@@ -41,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         admission: str,
         delay: float,
+        drafts: int,
     ) -> None:
         self.simulation = Simulation(
             max_num_seqs=max_num_seqs,
@@ -49,12 +62,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_model_len=max_model_len,
             num_seats=8,
+            runner=FakeRunner(num_blocks, block_size, answer=refrain if drafts else None),
+            num_speculative_tokens=drafts,
             enable_prefix_caching=enable_prefix_caching,
             policy=policy,
             admission=admission,
             dynamic_max_queue_delay_seconds=delay,
         )
         self.never_preempts = admission == "reserve"
+        self.expected = refrain if drafts else expected_output
         self.empty_steps = 0
 
     @rule(
@@ -103,6 +119,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def limit(self, max_num_seqs: int, token_budget: int) -> None:
         self.simulation.set_limits(max_num_seqs, token_budget)
 
+    @rule(drafts=st.integers(0, 7))
+    def draft(self, drafts: int) -> None:
+        limits = self.simulation.scheduler.limits
+        self.simulation.set_limits(limits.max_num_seqs, limits.max_num_batched_tokens, num_speculative_tokens=drafts)
+
     @rule(policy=st.sampled_from(POLICIES), admission=st.sampled_from(ADMISSIONS))
     def switch(self, policy: str, admission: str) -> None:
         limits = self.simulation.scheduler.limits
@@ -139,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert usage.free + usage.cached == usage.total
         for sequence in simulation.sequences.values():
             output = simulation.outputs[sequence.sequence_id]
-            assert output == expected_output(sequence.prompt_token_ids, len(output))
+            assert output == self.expected(sequence.prompt_token_ids, len(output))
             if sequence.finish_reason is FinishReason.LENGTH:
                 room = simulation.scheduler.usable_capacity - sequence.num_prompt_tokens + 1
                 assert len(output) == min(sequence.params.max_tokens or room, room)

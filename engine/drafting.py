@@ -1,0 +1,131 @@
+"""Drafts: tokens that a sequence may have next, computed in one step with its last known one.
+
+What followed the last tokens of a sequence when they stood in it before is likely to follow them again: code that is
+edited, text that is quoted (prompt look-up decoding, Saxena; vLLM's n-gram speculator). The step computes the drafts as
+if they were known and draws a token behind each of them, with the noise of its position. A draft that equals what was
+drawn before it was right, and so is what was drawn behind it. Drafts save steps, and change no token.
+
+Rows are not free. A step takes the time of `STEP_ROWS` rows and of those it has, and gives as many tokens as come true.
+A draft is computed only where that makes more tokens of the step's time, by what came true of its sequence lately: with
+few rows nearly always, in a full batch where nearly all of them do, beside a prompt that is read hardly ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.plan import Plan
+    from engine.sequence import Sequence
+
+# Steps with more rows have no drafts: it would be a gain of a few per cent, and a search for each row.
+MAX_DRAFTING_ROWS = 16
+# What a step takes beside its rows, as a number of rows: reading the weights, planning. Measured, see RESULTS.md.
+STEP_ROWS = 6.0
+# How many of the last tokens must have stood there before; the longer is looked for first.
+NUMS_SAME = (4, 2)
+# Places that are remembered of a sequence; the oldest is forgotten.
+MAX_PLACES = 32_768
+# How far a guess that came true, or did not, moves the share of those that do.
+RATE = 0.125
+
+
+class PromptLookup:
+    """Guesses how one sequence goes on, from its own tokens.
+
+    Attributes:
+        share: of guessed tokens those that came true, where the ones before them had; of the latest most.
+    """
+
+    __slots__ = ("_guess", "_guessed_at", "_num_seen", "_places", "share")
+
+    def __init__(self) -> None:
+        self.share = 0.5
+        # Some tokens to where another one followed them, the last time.
+        self._places: dict[tuple[int, ...], int] = {}
+        self._num_seen = 0
+        self._guess: tuple[int, ...] = ()
+        self._guessed_at = 0
+
+    @property
+    def num_places(self) -> int:
+        """Places that are remembered, at most `MAX_PLACES`."""
+        return len(self._places)
+
+    def guess(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+        """What may follow; nothing where the last tokens are new.
+
+        Whether it is computed or not, the next call sees what came of it, so that a sequence that begins to repeat
+        itself is noticed without a trial.
+
+        Args:
+            token_ids: of the sequence: those of the last call, and more.
+            max_tokens: the longest guess.
+        """
+        self._learn(token_ids)
+        guess: list[int] = []
+        for num_same in NUMS_SAME:
+            place = self._places.get(tuple(token_ids[-num_same:]))
+            if place is not None:
+                guess = token_ids[place : place + max_tokens]
+                period = len(token_ids) - place
+                while len(guess) < max_tokens:  # it repeats itself: the guess goes on in the guess
+                    guess.append(guess[len(guess) - period])
+                break
+        self._guess, self._guessed_at = tuple(guess), len(token_ids)
+        return self._guess
+
+    def _learn(self, token_ids: list[int]) -> None:
+        """Look at each token once: what it says of the last guess, and what it follows."""
+        for guessed, token_id in zip(self._guess, token_ids[self._guessed_at :], strict=False):
+            self.share += RATE * ((guessed == token_id) - self.share)
+            if guessed != token_id:
+                break
+        places = self._places
+        for place in range(max(self._num_seen, len(token_ids) - MAX_PLACES // len(NUMS_SAME)), len(token_ids)):
+            for num_same in NUMS_SAME:
+                if place >= num_same:
+                    places[tuple(token_ids[place - num_same : place])] = place
+            while len(places) > MAX_PLACES:
+                del places[next(iter(places))]
+        self._num_seen = len(token_ids)
+
+
+def add_drafts(plan: Plan, live: Mapping[int, Sequence]) -> None:
+    """Spend tokens that nobody else has a use for in this step on drafts, where they are worth it.
+
+    Drafts fill the last block that a sequence has: none is taken for them.
+
+    Args:
+        plan: everybody has been given tokens.
+        live: the sequences of its rows.
+    """
+    most = plan.limits.num_speculative_tokens
+    if not most or not plan.tokens_left or len(plan.rows) > MAX_DRAFTING_ROWS:
+        return
+    guesses: list[tuple[float, int, tuple[int, ...]]] = []
+    for row, (_, sequence_id, start, _, _, decodes) in enumerate(plan.rows):
+        sequence = live[sequence_id]
+        if not decodes or not sequence.params.is_plain:
+            continue
+        # Behind the token that ends the answer nothing is drawn.
+        max_tokens = min(most, sequence.room - start - 1, sequence.end_length - start - 2)
+        if max_tokens > 0:
+            if sequence.lookup is None:
+                sequence.lookup = PromptLookup()
+            guess = sequence.lookup.guess(sequence.token_ids, max_tokens)
+            guesses.append((sequence.lookup.share, row, guess))
+    guesses.sort(reverse=True)
+    num_rows = plan.limits.max_num_batched_tokens - plan.tokens_left
+    num_gained = float(num_rows)
+    for length in range(1, most + 1):
+        for share, row, guess in guesses:
+            # Tokens by time, with the draft and without: (gained + chance) / (time + 1) > gained / time.
+            chance = share**length
+            if length <= len(guess) and plan.tokens_left and chance * (STEP_ROWS + num_rows) > num_gained:
+                plan.drafts[row] = guess[:length]
+                plan.tokens_left -= 1
+                num_rows += 1
+                num_gained += chance

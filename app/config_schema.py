@@ -115,15 +115,15 @@ class SchedulerSection(Section):
     dynamic_max_queue_delay_seconds: float = _setting(
         0.1, "seconds", "the first waits so long for a batch under the dynamic policy; live", ge=0, le=3600
     )
-    capacity_num_seqs: int | None = _setting(
-        None, "sequences", "highest live max_num_seqs; auto is four times it", absent="auto", ge=1, le=16384
-    )
     num_speculative_tokens: int = _setting(
         7,
         "tokens",
         "most guesses at one request's next, checked in one step; as many as pay are made, with 0 none; live",
         ge=0,
         le=MAX_SPECULATIVE_TOKENS,
+    )
+    capacity_num_seqs: int | None = _setting(
+        None, "sequences", "highest live max_num_seqs; auto is four times it", absent="auto", ge=1, le=16384
     )
     capacity_num_batched_tokens: int | None = _setting(
         None, "tokens", "highest live max_num_batched_tokens; auto is four times it", absent="auto", ge=1, le=1 << 22
@@ -298,11 +298,11 @@ class Settings(Section):
             admission=scheduler.admission,
             dynamic_preferred_size=scheduler.dynamic_preferred_size or 0,
             dynamic_max_queue_delay_seconds=scheduler.dynamic_max_queue_delay_seconds,
+            num_speculative_tokens=scheduler.num_speculative_tokens,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             long_prefill_token_threshold=scheduler.long_prefill_token_threshold or 0,
             capacity_num_seqs=scheduler.capacity_num_seqs or _CAPACITY_FACTOR * scheduler.max_num_seqs,
-            num_speculative_tokens=scheduler.num_speculative_tokens,
             capacity_num_batched_tokens=scheduler.capacity_num_batched_tokens
             or _CAPACITY_FACTOR * scheduler.max_num_batched_tokens,
             max_waiting=scheduler.max_waiting,

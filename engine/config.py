@@ -81,10 +81,10 @@ class EngineConfig:
     admission: str = "on_demand"
     dynamic_preferred_size: int = 0
     dynamic_max_queue_delay_seconds: float = 0.1
+    num_speculative_tokens: int = 7
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
     long_prefill_token_threshold: int = 0
-    num_speculative_tokens: int = 7
     capacity_num_seqs: int = 64
     capacity_num_batched_tokens: int = 512
     max_waiting: int = 256
@@ -104,22 +104,22 @@ class EngineConfig:
             admission=self.admission,
             dynamic_preferred_size=self.dynamic_preferred_size,
             dynamic_max_queue_delay_seconds=self.dynamic_max_queue_delay_seconds,
+            num_speculative_tokens=self.num_speculative_tokens,
         )
 
     @property
     def capacity(self) -> Limits:
         """The highest live limits."""
-            num_speculative_tokens=self.num_speculative_tokens,
         return Limits(self.capacity_num_seqs, self.capacity_num_batched_tokens)
 
 
 MAX_QUEUE_DELAY_SECONDS = 3600.0
+MAX_SPECULATIVE_TOKENS = 16
 
 
 def live_range(name: str, capacity: Limits) -> tuple[int, float]:
     """The lowest and the highest value that a numeric field of `Limits` can take while the engine runs.
 
-MAX_SPECULATIVE_TOKENS = 16
     Raises:
         ValueError: there is no such field, or it cannot be changed.
     """
@@ -134,6 +134,6 @@ MAX_SPECULATIVE_TOKENS = 16
             return 0, capacity.max_num_seqs
         case "dynamic_max_queue_delay_seconds":
             return 0, MAX_QUEUE_DELAY_SECONDS
-    raise ValueError(f"{name} cannot be changed while running")
         case "num_speculative_tokens":
             return 0, MAX_SPECULATIVE_TOKENS
+    raise ValueError(f"{name} cannot be changed while running")

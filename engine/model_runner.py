@@ -185,19 +185,19 @@ class ModelRunner:
         logits = self.model.logits(hidden[inputs.last_tokens])
         if len(self._silent_ids) > 0:
             logits.index_fill_(-1, self._silent_ids, -math.inf)
-        seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
-        self._watch.start()
-        drawn = draw(logits, self._rows.sampling, self._rows.extras, seats, positions, self._sample_rows)
-        # A row without a token ends, but what its seat holds may yet be computed as padding.
         logits, behind = logits[: len(rows)], logits[len(rows) :]
         if batch.padding:  # computed like the others, and of no use to anybody
             logits, rows = logits[torch.from_numpy(rows < len(batch))], rows[rows < len(batch)]
-        self._rows.append(seats, positions, np.maximum(drawn.token_ids, 0), {**drawn.forced, **drawn.accepted})
-        self._watch.lap("sampling")
-        return drawn.placed(rows, len(batch))
+        seats, positions = np.array(batch.seats)[rows], (np.array(batch.starts) + np.array(batch.counts))[rows]
+        self._watch.start()
+        drawn = draw(logits, self._rows.sampling, self._rows.extras, seats, positions, self._sample_rows)
         if batch.drafts:
             drafts = {index: batch.drafts[row] for index, row in enumerate(rows.tolist()) if row in batch.drafts}
             drawn = confirm(drawn, drafts, behind, self._rows.sampling, seats, positions, self._sample_rows)
+        # A row without a token ends, but what its seat holds may yet be computed as padding.
+        self._rows.append(seats, positions, np.maximum(drawn.token_ids, 0), {**drawn.forced, **drawn.accepted})
+        self._watch.lap("sampling")
+        return drawn.placed(rows, len(batch))
 
     def _make_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """One cache a layer; behind its blocks the null block, which stays zero, and one for padding to write to."""

@@ -13,8 +13,9 @@ from engine.loading.fetch import cache_dir
 from engine.models.linear import multiplies_bfloat16
 from engine.models.llama import LlamaModel
 from engine.models.native_llama import NativeLlama, why_not
-from kernels.blocks import BLOCK_BYTES, as_blocks
+from kernels.blocks import as_blocks
 from kernels.build import BuildError
+from kernels.gguf_blocks import FORMATS
 from kernels.native import Library, load
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ class Precision:
     """How a model computes.
 
     Attributes:
-        name: `float32`, `bfloat16`, `float16`; `native` for a quantized file's own blocks of four and eight bits, or
-            `int8` for blocks of eight bits, both with activations quantized to eight bits.
+        name: `float32`, `bfloat16`, `float16`; `native` for a quantized file's own blocks, or `int8` for blocks of
+            eight bits, both with activations quantized to eight bits.
         cache_dtype: of the KV cache.
         library: the native kernels; only blocks have them, and not on every machine.
         reason: why this one.
@@ -108,16 +109,24 @@ def choose_precision(name: str, checkpoint: Checkpoint) -> Precision:
     if name == "auto" and library is None:
         name = "bfloat16" if multiplies_bfloat16() else "float32"
         return Precision(name, FLOATS[name], None, f"the fastest without native kernels: {missing}")
-    kind = checkpoint.weights_kind
     if name == "auto":
         name = "native" if checkpoint.is_quantized else "int8"
-    as_they_are = name == "native" and kind in BLOCK_BYTES
-    what = f"blocks of {kind}, as in the file" if as_they_are else f"{kind} made into blocks of eight bits"
+    what = _what_becomes(checkpoint.matrix_kinds, own_blocks=name == "native")
     if library is None:
         return Precision(
             name, torch.float32, None, f"{what}; computed by torch, slowly, without native kernels: {missing}"
         )
     return Precision(name, torch.float16, library, f"{what}; native kernels for {library.instructions}")
+
+
+def _what_becomes(kinds: tuple[str, ...], *, own_blocks: bool) -> str:
+    """What is done with matrices of these kinds, in words."""
+    used = [kind for kind in kinds if own_blocks and kind in FORMATS]
+    made = [kind for kind in kinds if kind not in used]
+    return "; ".join(
+        [f"blocks of {', '.join(used)}, as in the file"] * bool(used)
+        + [f"{', '.join(made)} made into blocks of eight bits"] * bool(made)
+    )
 
 
 def rounded(

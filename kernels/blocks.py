@@ -1,7 +1,6 @@
-"""Weights quantized in groups of 32 along the input dimension, as GGUF files hold them.
+"""Weights quantized in groups along the input dimension, as GGUF files hold them.
 
-A weight is `scale * code` (code a signed byte, Q8_0) or `scale * code + minimum` (code a nibble, Q4_0 and Q4_1); scale
-and minimum are float16 and belong to a group.
+A weight is `scale * code` or `scale * code + minimum`; scale and minimum are float16 and belong to a group.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 GROUP = 32
 AT_ONCE = 1 << 22  # weights
-BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +23,22 @@ class Blocks:
     """A matrix [rows, cols], one output a row.
 
     Attributes:
-        codes: [rows, cols]; int8 in -128..127 without `minima`, else uint8 in 0..15.
-        scales: [rows, cols / 32] float16.
-        minima: [rows, cols / 32] float16, or `None`.
+        bits: of a code. 4 and 5: from 0 on, with a scale and a minimum for each 32. 6: -32..31, with a scale for each
+            16. 8: -128..127, with a scale for each 32.
+        codes: [rows, cols]; uint8 where there are minima, else int8.
+        scales: [rows, groups] float16.
+        minima: [rows, groups] float16, or `None`.
     """
 
+    bits: int
     codes: NDArray[np.integer[Any]]
     scales: NDArray[np.float16]
     minima: NDArray[np.float16] | None = None
+
+    @property
+    def group(self) -> int:
+        """Weights that share a scale."""
+        return GROUP // 2 if self.bits == 6 else GROUP
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,12 +49,12 @@ class Blocks:
     def take(self, rows: NDArray[np.int64]) -> Blocks:
         """The rows with these indices, in this order."""
         minima = None if self.minima is None else self.minima[rows]
-        return Blocks(self.codes[rows], self.scales[rows], minima)
+        return Blocks(self.bits, self.codes[rows], self.scales[rows], minima)
 
     def dequantize(self) -> torch.Tensor:
         """[rows, cols] float32."""
         rows, cols = self.shape
-        groups = self.codes.reshape(rows, -1, GROUP).astype(np.float32) * self.scales.astype(np.float32)[:, :, None]
+        groups = self.codes.reshape(*self.scales.shape, -1) * self.scales.astype(np.float32)[:, :, None]
         if self.minima is not None:
             groups += self.minima.astype(np.float32)[:, :, None]
         return torch.from_numpy(groups.reshape(rows, cols))
@@ -58,28 +64,11 @@ def stack(parts: list[Blocks]) -> Blocks:
     """Matrices of one kind, one below the other."""
     with_minima = [part.minima for part in parts if part.minima is not None]
     return Blocks(
+        parts[0].bits,
         np.concatenate([part.codes for part in parts]),
         np.concatenate([part.scales for part in parts]),
         np.concatenate(with_minima) if with_minima else None,
     )
-
-
-def read_blocks(kind: str, data: NDArray[np.uint8], cols: int) -> Blocks:
-    """Blocks as they lie in a GGUF file: [rows, bytes of a row] uint8.
-
-    Args:
-        kind: a key of `BLOCK_BYTES`.
-    """
-    blocks = np.ascontiguousarray(data).reshape(-1, BLOCK_BYTES[kind])
-    shape = (-1, cols // GROUP)
-    scales = blocks[:, :2].copy().view(np.float16).reshape(shape)
-    if kind == "Q8_0":
-        return Blocks(blocks[:, 2:].copy().view(np.int8).reshape(-1, cols), scales)
-    start = BLOCK_BYTES[kind] - GROUP // 2
-    codes = np.concatenate((blocks[:, start:] & 15, blocks[:, start:] >> 4), axis=1).reshape(-1, cols)
-    if kind == "Q4_0":
-        return Blocks(codes, scales, scales * np.float16(-8))
-    return Blocks(codes, scales, blocks[:, 2:4].copy().view(np.float16).reshape(shape))
 
 
 def quantize(weight: torch.Tensor) -> Blocks:
@@ -96,15 +85,15 @@ def quantize(weight: torch.Tensor) -> Blocks:
     divisor = np.where(fits & (scales != 0), scales.astype(np.float32), 1)[:, :, None]
     steps = np.where(fits[:, :, None], groups, 0) / divisor
     codes = np.clip(np.rint(steps), -127, 127).astype(np.int8)
-    return Blocks(codes.reshape(weight.shape), scales)
+    return Blocks(8, codes.reshape(weight.shape), scales)
 
 
 def as_blocks(weight: torch.Tensor | Blocks, *, eight_bits: bool = False) -> Blocks:
     """Blocks of a matrix in any form.
 
     Args:
-        eight_bits: signed bytes, also where nibbles are given.
+        eight_bits: signed bytes, also where fewer bits are given.
     """
     if isinstance(weight, torch.Tensor):
         return quantize(weight)
-    return quantize(weight.dequantize()) if eight_bits and weight.minima is not None else weight
+    return quantize(weight.dequantize()) if eight_bits and weight.bits != 8 else weight

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from kernels.paged_attention import AttentionRows
 
-NIBBLES, BYTES = 0, 1
 PARTS = ("glue", "products", "attention", "head")  # as `Part` in step.h
 
 
@@ -40,7 +39,7 @@ class LayerStruct(Structure):
     _fields_ = [
         ("input_norm", c_void_p),
         ("feed_forward_norm", c_void_p),
-        *[(name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")],
+        *[(name, MatrixStruct) for name in ("query", "key", "value", "output", "gate_up", "down")],
     ]
 
 
@@ -92,6 +91,7 @@ class PackedMatrix:
 
     Attributes:
         tiles: the memory, aligned to a cache line.
+        kind: as `Kind` in matrix.h.
     """
 
     tiles: torch.Tensor
@@ -159,12 +159,15 @@ class Library:
         rows, cols = blocks.shape
         if cols % GROUP:
             raise ValueError(f"{cols} columns are no multiple of {GROUP}")
-        kind = BYTES if blocks.minima is None else NIBBLES
-        tiles = self._arena.take(self.calls.relevo_packed_bytes(kind, rows, cols))
+        wanted = (rows, cols // blocks.group)
+        for of_groups in (blocks.scales, *([] if blocks.minima is None else [blocks.minima])):
+            if of_groups.shape != wanted:
+                raise ValueError(f"{blocks.bits} bits want scales {list(wanted)}, not {list(of_groups.shape)}")
+        tiles = self._arena.take(self.calls.relevo_packed_bytes(blocks.bits, rows, cols))
         codes, scales = np.ascontiguousarray(blocks.codes), np.ascontiguousarray(blocks.scales)
         minima = None if blocks.minima is None else np.ascontiguousarray(blocks.minima)
         self.calls.relevo_pack(
-            kind,
+            blocks.bits,
             codes.ctypes.data,
             scales.ctypes.data,
             None if minima is None else minima.ctypes.data,
@@ -172,7 +175,7 @@ class Library:
             cols,
             tiles.data_ptr(),
         )
-        return PackedMatrix(tiles, kind, rows, cols)
+        return PackedMatrix(tiles, blocks.bits, rows, cols)
 
     def multiply(self, x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
         """As `kernels.reference.multiply_blocks`: x [N, cols] float32 → [N, rows] float32."""
@@ -229,10 +232,10 @@ class Library:
         """
         rng = np.random.default_rng(0)
         x = rng.standard_normal((5, 64), dtype=np.float32)
-        for low, high, dtype in ((0, 16, np.uint8), (-127, 128, np.int8)):
-            codes = rng.integers(low, high, (40, 64)).astype(dtype)
-            scales = rng.uniform(0.01, 0.02, (40, 2)).astype(np.float16)
-            blocks = Blocks(codes, scales, -scales * np.float16(7) if low == 0 else None)
+        for bits, low, high in ((4, 0, 16), (5, 0, 32), (6, -32, 32), (8, -127, 128)):
+            codes = rng.integers(low, high, (40, 64)).astype(np.int8 if low else np.uint8)
+            scales = rng.uniform(0.01, 0.02, (40, 4 if bits == 6 else 2)).astype(np.float16)
+            blocks = Blocks(bits, codes, scales, None if low else -scales * np.float16(7))
             wanted = x @ blocks.dequantize().numpy().T
             got = self.multiply(torch.from_numpy(x), self.pack(blocks)).numpy()
             # Activations have 8 bits: a hundredth is usual, a tenth is not.

@@ -32,6 +32,7 @@ class FakeCheckpoint:
     name: str = "fake"
     is_quantized: bool = False
     weights_kind: str = "float32"
+    matrix_kinds: tuple[str, ...] = ("float32",)
     tokenizer: Any = None
     chat_template: Any = None
 

@@ -93,12 +93,16 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     architecture: str = "llama",
     extra: dict[str, np.ndarray[Any, Any]] | None = None,
+    raw: dict[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]] | None = None,
     metadata: dict[str, Any] | None = None,
     pre: str | None = "smollm",
     tokenizer: str = "gpt2",
     more_tokens: dict[str, gguf.TokenType] | None = None,
 ) -> Path:
-    """A GGUF file with matrices of one type; vectors stay float32. `more_tokens` come behind `TOKENS`."""
+    """A GGUF file with matrices of one type, but for those in `raw`, whose blocks are given; vectors stay float32.
+
+    `more_tokens` come behind `TOKENS`.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
@@ -122,14 +126,19 @@ def write_gguf(
     for key, value in (metadata or {}).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[type(value)](key, value)
+    raw = raw or {}
+    for name, (values, raw_kind) in raw.items():
+        writer.add_tensor(gguf_name(name), values, raw_dtype=raw_kind)
     for name, tensor in tensors.items():
+        if name in raw:
+            continue
         values = tensor.numpy()
         if "q_proj" in name or "k_proj" in name:
             values = interleave(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
         if values.ndim == 2 and kind != GGMLQuantizationType.F32:
             values = values.astype(np.float16) if kind == GGMLQuantizationType.F16 else quantize(values, kind)
-            raw = None if kind == GGMLQuantizationType.F16 else kind
-            writer.add_tensor(gguf_name(name), values, raw_dtype=raw)
+            raw_dtype = None if kind == GGMLQuantizationType.F16 else kind
+            writer.add_tensor(gguf_name(name), values, raw_dtype=raw_dtype)
         else:
             writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
     for name, values in (extra or {}).items():

@@ -27,6 +27,7 @@ class Checkpoint(Protocol):
         config: its sizes, checked.
         chat_template: `None` where the model has none: it can complete text, not chat.
         weights_kind: how most weights are stored (`Q4_1`, `bfloat16`), for display.
+        matrix_kinds: how matrices are stored, the kind of most weights first.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Checkpoint(Protocol):
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     weights_kind: str
+    matrix_kinds: tuple[str, ...]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor once, under its Hugging Face name (`model.layers.0.self_attn.q_proj.weight`).

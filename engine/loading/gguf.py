@@ -17,7 +17,7 @@ from engine.loading.checks import check_architecture, check_config, check_tensor
 from engine.loading.gguf_reader import MetadataReader, open_gguf
 from engine.loading.gguf_tokenizer import build_tokenizer
 from engine.models.config import ModelConfig, RopeConfig
-from kernels.blocks import BLOCK_BYTES, read_blocks
+from kernels.gguf_blocks import FORMATS, read_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +63,8 @@ class GgufCheckpoint:
         self.config = _read_config(reader, self._tensors, path)
         found = {_hf_name(name): tuple(reversed(tensor.shape.tolist())) for name, tensor in self._matrices()}
         check_tensors(found, self.config, path)
-        self.weights_kind = self._most_common_type()
+        self.matrix_kinds = self._kinds_of_matrices()
+        self.weights_kind = self.matrix_kinds[0]
         self.tokenizer: Tokenizer = build_tokenizer(reader, path, num_rows=self.config.vocab_size)
         template = reader.text("tokenizer.chat_template")
         named = _special_tokens(self.tokenizer)
@@ -81,7 +82,7 @@ class GgufCheckpoint:
         for name, tensor in self._matrices():
             order = self._row_order(name)
             kind = tensor.tensor_type.name
-            if kind in BLOCK_BYTES:
+            if kind in FORMATS:
                 blocks = read_blocks(kind, tensor.data, int(tensor.shape[0]))
                 yield _hf_name(name), blocks if order is None else blocks.take(order)
             else:
@@ -104,11 +105,12 @@ class GgufCheckpoint:
     def _matrices(self) -> Iterator[tuple[str, ReaderTensor]]:
         return ((name, tensor) for name, tensor in self._tensors.items() if name != _ROPE_FACTORS)
 
-    def _most_common_type(self) -> str:
+    def _kinds_of_matrices(self) -> tuple[str, ...]:
         sizes: Counter[str] = Counter()
         for _, tensor in self._matrices():
-            sizes[tensor.tensor_type.name] += tensor.n_elements
-        return sizes.most_common(1)[0][0]
+            if len(tensor.shape) > 1:
+                sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+        return tuple(kind for kind, _ in sizes.most_common())
 
 
 def _hf_name(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,8 @@ class HuggingFaceCheckpoint:
         self.config = read_config(config, path)
         check_config(self.config, path)
         self._shards = _find_shards(path)
-        found, self.weights_kind = self._read_headers()
+        found, self.matrix_kinds = self._read_headers()
+        self.weights_kind = self.matrix_kinds[0]
         check_tensors(found, self.config, path)
         generation = read_json(path / "generation_config.json", optional=True)
         rules = read_json(path / "tokenizer_config.json", optional=True)
@@ -71,8 +73,8 @@ class HuggingFaceCheckpoint:
             name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
         )
 
-    def _read_headers(self) -> tuple[dict[str, Shape], str]:
-        """Shapes of all tensors, and the type most weights have. Completes the names of a directory with no index."""
+    def _read_headers(self) -> tuple[dict[str, Shape], tuple[str, ...]]:
+        """Shapes of all tensors, and the types of matrices. Completes the names of a directory with no index."""
         shapes: dict[str, Shape] = {}
         kinds: Counter[str] = Counter()
         for shard, names in self._shards.items():
@@ -87,12 +89,12 @@ class HuggingFaceCheckpoint:
                         kind = view.get_dtype()
                         if kind not in _TYPES:
                             raise UnsupportedModelError(f"{shard}: tensor {name} has type {kind}, not supported.")
-                        kinds[_TYPES[kind]] += 1
+                        kinds[_TYPES[kind]] += math.prod(shapes[name]) if len(shapes[name]) > 1 else 0
             except (SafetensorError, OSError) as error:
                 raise ModelFileError(f"{shard} is truncated or damaged ({error}). Fetch it again.") from error
             if missing := names - present:
                 raise ModelFileError(f"{shard}: tensor {min(missing)} is missing, though the index lists it.")
-        return shapes, kinds.most_common(1)[0][0] if kinds else "float32"
+        return shapes, tuple(kind for kind, count in kinds.most_common() if count) or ("float32",)
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def why_not(config: ModelConfig) -> str | None:
 class NativeLlama:
     """A loaded model; its interface is `LlamaModel`'s.
 
-    Weights are the file's own blocks of four and eight bits where it has such, else blocks of eight bits made here.
+    Weights are the file's own blocks where the kernels know them, else blocks of eight bits made here.
     Activations are quantized to eight bits in groups of 32 before each product. A token's values depend on its own
     sequence alone, to the last bit: not on the batch, the chunk, or what was cached.
 
@@ -253,13 +253,14 @@ class NativeLlama:
 
         order = neighbour_order(config.head_size)
         query, key = (self._blocks(take(f"self_attn.{name}_proj")) for name in "qk")
-        query, key = query.take(_in_heads(order, config.num_heads)), key.take(_in_heads(order, config.num_kv_heads))
         gate_up = self._stack([self._blocks(take("mlp.gate_proj")), self._blocks(take("mlp.up_proj"))])
         pieces = np.arange(config.intermediate_size).reshape(-1, self._library.piece)
         alternating = np.concatenate((pieces, pieces + config.intermediate_size), axis=1).ravel()
         into.input_norm = self._keep(take("input_layernorm"))
         into.feed_forward_norm = self._keep(take("post_attention_layernorm"))
-        into.qkv = self._pack(self._stack([query, key, self._blocks(take("self_attn.v_proj"))])).struct
+        into.query = self._pack(query.take(_in_heads(order, config.num_heads))).struct
+        into.key = self._pack(key.take(_in_heads(order, config.num_kv_heads))).struct
+        into.value = self._pack(self._blocks(take("self_attn.v_proj"))).struct
         into.output = self._pack(self._blocks(take("self_attn.o_proj"))).struct
         into.gate_up = self._pack(gate_up.take(alternating)).struct
         into.down = self._pack(self._blocks(take("mlp.down_proj"))).struct
@@ -269,8 +270,8 @@ class NativeLlama:
 
     @staticmethod
     def _stack(parts: list[Blocks]) -> Blocks:
-        """One below the other; where the file mixes four and eight bits, all become eight."""
-        mixed = len({part.minima is None for part in parts}) > 1
+        """One below the other; where the file has unlike blocks for them, which is rare, all become eight bits."""
+        mixed = len({part.bits for part in parts}) > 1
         return stack([as_blocks(part, eight_bits=mixed) for part in parts])
 
     def _pack(self, blocks: Blocks) -> PackedMatrix:

@@ -7,13 +7,15 @@ namespace {
 struct Quantized {
     std::vector<int8_t> codes;
     std::vector<float> scales, sums;
+    std::vector<int32_t> lifts;
     Activations view;
 
     Quantized(const float* x, int count, int cols)
         : codes(size_t(count) * cols),
           scales(size_t(count) * cols / GROUP),
           sums(scales.size()),
-          view{codes.data(), scales.data(), sums.data(), cols, count} {
+          lifts(2 * scales.size()),
+          view{codes.data(), scales.data(), sums.data(), lifts.data(), cols, count} {
         for (int row = 0; row < count; row++)
             for (int g = 0; g < cols / GROUP; g++) view.put(row, g, x + size_t(row) * cols + g * GROUP);
     }

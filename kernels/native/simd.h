@@ -80,11 +80,23 @@ inline int32_t four(const int8_t* a) {
 inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline Codes low_nibbles(Codes w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 inline Codes high_nibbles(Codes w) { return low_nibbles(_mm512_srli_epi16(w, 4)); }
+// Bits of each byte from `bit` on moved to 4, and codes joined with those of them that `mask` names.
+inline Codes shift_to_4(Codes w, int bit) { return _mm512_slli_epi16(_mm512_srl_epi16(w, _mm_cvtsi32_si128(bit)), 4); }
+inline Codes join(Codes w, Codes above, int mask) {
+    return _mm512_or_si512(w, _mm512_and_si512(above, _mm512_set1_epi8(static_cast<char>(mask))));
+}
 inline Sums begin_nibbles() { return _mm512_setzero_si512(); }
 inline Sums add_nibbles(Sums s, Codes w, const int8_t* a) {
     return _mm512_dpbusd_epi32(s, w, _mm512_set1_epi32(four(a)));
 }
 inline Floats end_nibbles(Sums s) { return _mm512_cvtepi32_ps(s); }
+
+// Codes of up to six bits: eight inputs, four of them to each of two vectors.
+inline Sums begin_at(int32_t x) { return _mm512_set1_epi32(x); }
+inline Sums add_wide(Sums s, Codes low, Codes high, const int8_t* a) {
+    s = _mm512_dpbusd_epi32(s, low, _mm512_set1_epi32(four(a)));
+    return _mm512_dpbusd_epi32(s, high, _mm512_set1_epi32(four(a + 4)));
+}
 
 // The instruction wants its first factor unsigned: activations are lifted by 128, and what the weights make of that is
 // taken off beforehand.
@@ -177,6 +189,10 @@ inline Sums in_order(Sums s) {
 inline Codes load_codes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline Codes low_nibbles(Codes w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 inline Codes high_nibbles(Codes w) { return low_nibbles(_mm256_srli_epi16(w, 4)); }
+inline Codes shift_to_4(Codes w, int bit) { return _mm256_slli_epi16(_mm256_srl_epi16(w, _mm_cvtsi32_si128(bit)), 4); }
+inline Codes join(Codes w, Codes above, int mask) {
+    return _mm256_or_si256(w, _mm256_and_si256(above, _mm256_set1_epi8(static_cast<char>(mask))));
+}
 
 // Sixteen products of at most 15 * 128 fit in 16 bits, so the widening to 32 happens once a group.
 inline Sums begin_nibbles() { return _mm256_setzero_si256(); }
@@ -184,6 +200,13 @@ inline Sums add_nibbles(Sums s, Codes w, const int8_t* a) {
     return in_order(_mm256_add_epi16(s, _mm256_maddubs_epi16(w, four(a))));
 }
 inline Floats end_nibbles(Sums s) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(s, _mm256_set1_epi16(1))); }
+
+// Four products of at most 63 * 128 fit in 16 bits.
+inline Sums begin_at(int32_t x) { return _mm256_set1_epi32(x); }
+inline Sums add_wide(Sums s, Codes low, Codes high, const int8_t* a) {
+    __m256i fours = _mm256_add_epi16(_mm256_maddubs_epi16(low, four(a)), _mm256_maddubs_epi16(high, four(a + 4)));
+    return in_order(_mm256_add_epi32(s, _mm256_madd_epi16(fours, _mm256_set1_epi16(1))));
+}
 
 // The instruction wants its first factor unsigned: weights go in without their signs, activations with them.
 inline Sums begin_bytes(const uint8_t*) { return _mm256_setzero_si256(); }
@@ -308,6 +331,16 @@ inline Codes high_nibbles(Codes w) {
         for (int8_t& code : line) code = static_cast<int8_t>(static_cast<uint8_t>(code) >> 4);
     return w;
 }
+inline Codes shift_to_4(Codes w, int bit) {
+    for (auto& line : w.v)
+        for (int8_t& code : line) code = static_cast<int8_t>(static_cast<uint8_t>(code) >> bit << 4);
+    return w;
+}
+inline Codes join(Codes w, const Codes& above, int mask) {
+    for (int k = 0; k < 4; k++)
+        for (int n = 0; n < LANES; n++) w.v[k][n] = static_cast<int8_t>(w.v[k][n] | (above.v[k][n] & mask));
+    return w;
+}
 inline Sums add_bytes(Sums s, const Codes& w, const int8_t* a) {
     for (int k = 0; k < 4; k++)
         for (int n = 0; n < LANES; n++) s.v[n] += w.v[k][n] * a[k];
@@ -320,6 +353,14 @@ inline Sums begin_bytes(const uint8_t*) { return {}; }
 inline Sums begin_nibbles() { return {}; }
 inline Sums add_nibbles(const Sums& s, const Codes& w, const int8_t* a) { return add_bytes(s, w, a); }
 inline Floats end_nibbles(const Sums& s) { return end_bytes(s); }
+inline Sums begin_at(int32_t x) {
+    Sums s;
+    std::fill(s.v, s.v + LANES, x);
+    return s;
+}
+inline Sums add_wide(const Sums& s, const Codes& low, const Codes& high, const int8_t* a) {
+    return add_bytes(add_bytes(s, low, a), high, a + 4);
+}
 
 #endif
 

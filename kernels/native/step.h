@@ -14,7 +14,7 @@
 struct Layer {
     const float* input_norm;
     const float* feed_forward_norm;
-    Matrix qkv, output, gate_up, down;
+    Matrix query, key, value, output, gate_up, down;
 };
 
 struct Model {
@@ -114,7 +114,7 @@ class Engine {
 
     // Operations a second of the products' own loop on data in the first cache, two for each product.
     double dot_rate() {
-        const Matrix& w = model_.layers[0].qkv;
+        const Matrix& w = model_.layers[0].gate_up;  // the largest
         float ramp[GROUP];
         for (int i = 0; i < GROUP; i++) ramp[i] = static_cast<float>(i);
         for (int m = 0; m < simd::ROWS; m++)
@@ -172,7 +172,12 @@ class Engine {
         // An odd number of cache lines, or all groups of a row would compete for the same few places in the cache.
         const int stride = ((rows + 15) / 16 | 1) * 16;
         const size_t scales = size_t(cols / GROUP) * stride;
-        return {room<int8_t>(size_t(rows) * cols), room<float>(scales), room<float>(scales), cols, stride};
+        return {room<int8_t>(size_t(rows) * cols),
+                room<float>(scales),
+                room<float>(scales),
+                room<int32_t>(2 * scales),
+                cols,
+                stride};
     }
 
     void plan(const Step& step) {
@@ -216,10 +221,14 @@ class Engine {
             normalize(hidden, layer.input_norm, n);
         });
         clock.spent(GLUE);
-        threads_.share(layer.qkv.num_pieces(), [&](int piece) {
+        const Matrix* const parts[] = {&layer.query, &layer.key, &layer.value};
+        threads_.share(layer.query.num_pieces() + layer.key.num_pieces() + layer.value.num_pieces(), [&](int piece) {
+            int kind = 0;
+            for (; piece >= parts[kind]->num_pieces(); kind++) piece -= parts[kind]->num_pieces();
             Place places[PIECE / LANES];
-            for (int i = 0; i < PIECE / LANES; i++) places[i] = place_of(piece * PIECE + i * LANES);
-            multiply<1>(layer.qkv, piece, hidden_in_, tokens, [&](int n, const float* values) {
+            for (int i = 0; i < PIECE / LANES; i++)
+                places[i] = place_of(kind, piece * PIECE + i * LANES, parts[kind]->rows);
+            multiply<1>(*parts[kind], piece, hidden_in_, tokens, [&](int n, const float* values) {
                 for (int i = 0; i < PIECE / LANES; i++)
                     put(step, step.caches[index], n, places[i], simd::load(values + i * LANES));
             });
@@ -280,17 +289,13 @@ class Engine {
         }
     }
 
-    // Where outputs of the query-key-value product belong: kind 0 query, 1 key, 2 value, 3 padding; head and element.
+    // Where outputs of the products for attention belong: kind 0 query, 1 key, 2 value, 3 padding; head and element.
     struct Place {
         int kind, head, element;
     };
 
-    Place place_of(int column) const {
-        const int head = column / model_.head_size, element = column % model_.head_size;
-        const int heads = model_.num_heads, key_heads = model_.num_kv_heads;
-        if (head < heads) return {0, head, element};
-        if (head < heads + 2 * key_heads) return {1 + (head - heads) / key_heads, (head - heads) % key_heads, element};
-        return {3, 0, 0};
+    Place place_of(int kind, int column, int end) const {
+        return {column < end ? kind : 3, column / model_.head_size, column % model_.head_size};
     }
 
     // LANES outputs of one token: rotated, scaled, and put where they belong.

@@ -80,7 +80,7 @@ def test_it_computes_what_the_plain_model_computes(changes: dict[str, object], m
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "F16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"])
 def test_files_blocks_are_used_as_they_are(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(num_layers=1)
     path = write_gguf(tmp_path / "model.gguf", config, make_tensors(config), kind=GGMLQuantizationType[kind])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from engine.precision import kernels_dir
 from kernels import build as building
 from kernels import reference
-from kernels.blocks import BLOCK_BYTES, Blocks, as_blocks, quantize, read_blocks, stack
+from kernels.blocks import Blocks, as_blocks, quantize, stack
 from kernels.build import BuildError
+from kernels.gguf_blocks import FORMATS, read_blocks
 from kernels.native import Arena, Library, PackedMatrix, load
 from tests.kernels.library import kernels_or_skip
 from tests.kernels.test_paged_attention import make_case
@@ -30,27 +31,56 @@ def library() -> Library:
     return kernels_or_skip()
 
 
-def random_blocks(rows: int, cols: int, *, nibbles: bool, seed: int = 0) -> Blocks:
+BITS = (4, 5, 6, 8)
+
+
+def random_blocks(rows: int, cols: int, *, bits: int, seed: int = 0) -> Blocks:
     rng = np.random.default_rng(seed)
-    low, high, dtype = (0, 16, np.uint8) if nibbles else (-128, 128, np.int8)
-    codes = rng.integers(low, high, (rows, cols)).astype(dtype)
-    scales = rng.uniform(0.001, 0.02, (rows, cols // 32)).astype(np.float16)
-    minima = rng.uniform(-0.2, 0.05, scales.shape).astype(np.float16) if nibbles else None
-    return Blocks(codes, scales, minima)
+    with_minima, groups = bits < 6, cols // (16 if bits == 6 else 32)
+    codes = rng.integers(0, 1 << bits, (rows, cols)) - (0 if with_minima else 1 << (bits - 1))
+    scales = rng.uniform(0.001, 0.02, (rows, groups)).astype(np.float16)
+    minima = rng.uniform(-0.2, 0.05, scales.shape).astype(np.float16) if with_minima else None
+    return Blocks(bits, codes.astype(np.uint8 if with_minima else np.int8), scales, minima)
 
 
-@pytest.mark.parametrize("kind", BLOCK_BYTES)
-def test_blocks_are_read_as_the_files_own_package_reads_them(kind: str) -> None:
+# Where the float16 of a block lie.
+FLOATS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def random_data(kind: str, rows: int, blocks: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Any bits, but those of useless numbers."""
     rng = np.random.default_rng(3)
-    data = rng.integers(0, 256, (7, 5 * BLOCK_BYTES[kind]), dtype=np.uint8)
-    blocks_of_file = data.reshape(7, 5, -1)
-    for start in range(0, 4 if kind == "Q4_1" else 2, 2):  # any bits but those of NaN
-        blocks_of_file[:, :, start : start + 2] = rng.uniform(-2, 2, (7, 5, 1)).astype(np.float16).view(np.uint8)
-    blocks = read_blocks(kind, data, 160)
+    data = rng.integers(0, 256, (rows, blocks, FORMATS[kind].num_bytes), dtype=np.uint8)
+    for start in FLOATS.get(kind, (0,)):
+        data[:, :, start : start + 2] = rng.uniform(-2, 2, (rows, blocks, 1)).astype(np.float16).view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_blocks_are_read_as_the_files_own_package_reads_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    assert FORMATS[kind].num_bytes == num_bytes
+    data = random_data(kind, 7, 5)
+    blocks = read_blocks(kind, data, 5 * size)
     expected = torch.from_numpy(dequantize(data, GGMLQuantizationType[kind]))
-    torch.testing.assert_close(blocks.dequantize(), expected, rtol=0, atol=1e-6)
+    found = blocks.dequantize()
+    if size == 32:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    else:  # scales and minima became float16: each moves by 2^-11 of itself at most
+        minima = 0 if blocks.minima is None else np.abs(blocks.minima.astype(np.float32))[:, :, None]
+        steps = blocks.codes.reshape(*blocks.scales.shape, -1) * blocks.scales.astype(np.float32)[:, :, None]
+        bound = torch.from_numpy((np.abs(steps) + minima).reshape(blocks.shape)) * 2.0**-11
+        assert bool(((found - expected).abs() <= bound * 1.001 + 1e-6).all())
     order = np.array([3, 0, 6])
-    assert torch.equal(stack([blocks.take(order), blocks]).dequantize()[:3], blocks.dequantize()[order])
+    assert torch.equal(stack([blocks.take(order), blocks]).dequantize()[:3], found[order])
+    monkeypatch.setattr("kernels.gguf_blocks.AT_ONCE", 2 * 5 * size)
+    assert torch.equal(read_blocks(kind, data, 5 * size).dequantize(), found)
+
+
+def test_a_scale_beyond_float16_is_seen() -> None:
+    data = random_data("Q6_K", 1, 1)
+    data[0, 192:] = [127] * 16 + [0xFF, 0x7B]  # sixteen scales of 127 times the largest float16
+    assert np.isinf(read_blocks("Q6_K", data, 256).scales).all()
 
 
 def test_floats_become_bytes_within_half_a_step() -> None:
@@ -60,9 +90,12 @@ def test_floats_become_bytes_within_half_a_step() -> None:
     error = (quantize(weight).dequantize() - weight).view(6, 3, 32).abs()
     assert bool((error <= steps * 0.57).all())  # the scale itself is rounded to float16
     assert torch.equal(quantize(weight).dequantize()[2, :32], torch.zeros(32))
-    nibbles = random_blocks(4, 64, nibbles=True)
-    assert as_blocks(nibbles) is nibbles
-    assert as_blocks(nibbles, eight_bits=True).minima is None
+    for bits in BITS:
+        blocks = random_blocks(4, 64, bits=bits)
+        assert as_blocks(blocks) is blocks
+        made = as_blocks(blocks, eight_bits=True)
+        assert (made.bits, made.minima) == (8, None)
+        assert (made is blocks) == (bits == 8)
     assert as_blocks(weight).shape == (6, 96)
 
 
@@ -71,13 +104,13 @@ def test_floats_become_bytes_within_half_a_step() -> None:
     count=st.integers(1, 19),
     rows=st.integers(1, 100),
     groups=st.integers(1, 20),
-    nibbles=st.booleans(),
+    bits=st.sampled_from(BITS),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_products_are_those_of_the_reference_and_of_each_row_alone(
-    library: Library, count: int, rows: int, groups: int, nibbles: bool, seed: int
+    library: Library, count: int, rows: int, groups: int, bits: int, seed: int
 ) -> None:
-    blocks = random_blocks(rows, 32 * groups, nibbles=nibbles, seed=seed)
+    blocks = random_blocks(rows, 32 * groups, bits=bits, seed=seed)
     x = torch.randn(count, 32 * groups, generator=torch.Generator().manual_seed(seed))
     matrix = library.pack(blocks)
     result, expected = library.multiply(x, matrix), reference.multiply_blocks(x, blocks)
@@ -89,9 +122,9 @@ def test_products_are_those_of_the_reference_and_of_each_row_alone(
 
 
 @pytest.mark.parametrize("spoiler", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("nibbles", [True, False])
-def test_a_row_that_is_no_number_is_seen_and_alone(library: Library, spoiler: float, nibbles: bool) -> None:
-    matrix = library.pack(random_blocks(40, 96, nibbles=nibbles))
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_that_is_no_number_is_seen_and_alone(library: Library, spoiler: float, bits: int) -> None:
+    matrix = library.pack(random_blocks(40, 96, bits=bits))
     x = torch.randn(6, 96)
     before = library.multiply(x, matrix)
     x[2, 70] = spoiler
@@ -102,7 +135,7 @@ def test_a_row_that_is_no_number_is_seen_and_alone(library: Library, spoiler: fl
 
 
 def test_zeros_give_zeros(library: Library) -> None:
-    matrix = library.pack(random_blocks(33, 64, nibbles=False))
+    matrix = library.pack(random_blocks(33, 64, bits=8))
     assert torch.equal(library.multiply(torch.zeros(3, 64), matrix), torch.zeros(3, 33))
 
 
@@ -148,9 +181,11 @@ def test_a_chunk_in_parts_gives_the_same_bits(library: Library, cut: int) -> Non
 
 
 def test_wrong_shapes_are_refused_before_the_pointer_is_given(library: Library) -> None:
-    matrix = library.pack(random_blocks(8, 64, nibbles=True))
+    matrix = library.pack(random_blocks(8, 64, bits=4))
     with pytest.raises(ValueError, match="multiple of 32"):
-        library.pack(Blocks(np.zeros((2, 40), np.int8), np.zeros((2, 1), np.float16)))
+        library.pack(Blocks(8, np.zeros((2, 40), np.int8), np.zeros((2, 1), np.float16)))
+    with pytest.raises(ValueError, match=r"6 bits want scales \[2, 4\], not \[2, 2\]"):
+        library.pack(Blocks(6, np.zeros((2, 64), np.int8), np.zeros((2, 2), np.float16)))
     for x in (torch.zeros(1, 32), torch.zeros(1, 64, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"expected float32 \[N, 64\]"):
             library.multiply(x, matrix)
@@ -176,8 +211,8 @@ def test_the_plain_form_gives_the_same_bits(library: Library, monkeypatch: pytes
     plain = load(kernels_dir())
     assert plain.instructions == ("plain C++" if library.instructions != "plain C++" else library.instructions)
     x = torch.randn(5, 192)
-    for nibbles in (True, False):
-        blocks = random_blocks(70, 192, nibbles=nibbles)
+    for bits in BITS:
+        blocks = random_blocks(70, 192, bits=bits)
         assert torch.equal(plain.multiply(x, plain.pack(blocks)), library.multiply(x, library.pack(blocks)))
     case = make_case([(200, 1), (3, 7)], heads=6, kv_heads=2, size=32, block_size=8, dtype=torch.float16)
     torch.testing.assert_close(plain.paged_attention(*case), library.paged_attention(*case), rtol=1e-5, atol=1e-6)
@@ -293,8 +328,10 @@ def test_the_whole_of_it_runs_without_undefined_behaviour(library: Library, tmp_
         "from tests.kernels.test_native import random_blocks\n"
         "from tests.kernels.test_paged_attention import make_case\n"
         "library = load(Path(sys.argv[1]))\n"
-        "for nibbles in (True, False):\n"
-        "    library.multiply(torch.randn(11, 96), library.pack(random_blocks(50, 96, nibbles=nibbles)))\n"
+        "for bits in (4, 5, 6, 8):\n"
+        "    matrix = library.pack(random_blocks(50, 96, bits=bits))\n"
+        "    library.multiply(torch.randn(11, 96), matrix)\n"
+        "    library.read_row(matrix, 49)\n"
         "case = make_case([(200, 1), (3, 7)], heads=6, kv_heads=2, size=32, block_size=8, dtype=torch.float16)\n"
         "library.paged_attention(*case)\n"
         "print('done')\n"

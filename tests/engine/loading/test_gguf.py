@@ -18,7 +18,7 @@ from engine.loading.checks import check_config
 from engine.loading.gguf_reader import TENSOR_TYPES, MetadataReader
 from engine.loading.gguf_tokenizer import make_pre_tokenizer
 from engine.models.config import RopeConfig
-from tests.tiny_models import TEMPLATE, gguf_name, make_config, make_tensors, write_gguf
+from tests.tiny_models import TEMPLATE, make_config, make_tensors, write_gguf
 
 if TYPE_CHECKING:
     from engine.loading.checkpoint import Checkpoint
@@ -81,25 +81,11 @@ def test_k_quants_are_dequantized(tmp_path: Path, kind: Kind) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(0).integers(0, 60, (256, 256 // block * size), dtype=np.uint8)
-    path = _write_with(tmp_path / "k.gguf", config, tensors, {name: (raw, kind)})
-    loaded = dict(open_checkpoint(path).tensors())[name]
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "k.gguf", config, tensors, raw={name: (raw, kind)}))
+    assert checkpoint.matrix_kinds == ("F32", kind.name)
+    loaded = dict(checkpoint.tensors())[name]
     assert loaded.dtype == torch.float32
     assert np.array_equal(loaded.numpy(), dequantize(raw, kind))
-
-
-def _write_with(path: Path, config: Any, tensors: dict[str, torch.Tensor], raw: dict[str, Any]) -> Path:
-    rest = {name: values for name, values in tensors.items() if name not in raw}
-    add_tensor = gguf.GGUFWriter.add_tensor
-
-    def add_all(writer: gguf.GGUFWriter, *args: Any, **kwargs: Any) -> None:
-        while raw:
-            name, (values, kind) = raw.popitem()
-            add_tensor(writer, gguf_name(name), values, raw_dtype=kind)
-        add_tensor(writer, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf.GGUFWriter, "add_tensor", add_all)
-        return write_gguf(path, config, rest)
 
 
 def test_a_type_that_is_not_known_is_named(tmp_path: Path) -> None:
@@ -108,7 +94,7 @@ def test_a_type_that_is_not_known_is_named(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     _, size = gguf.GGML_QUANT_SIZES[Kind.IQ4_XS]
     raw = {name: (np.zeros((256, size), dtype=np.uint8), Kind.IQ4_XS)}
-    path = _write_with(tmp_path / "iq.gguf", config, make_tensors(config), raw)
+    path = write_gguf(tmp_path / "iq.gguf", config, make_tensors(config), raw=raw)
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up\.weight has type IQ4_XS"):
         open_checkpoint(path)
     assert Kind.IQ4_XS not in TENSOR_TYPES

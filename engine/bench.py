@@ -190,7 +190,7 @@ class Steps:
         self.runner, self.batch, self.context, self.new_tokens = runner, batch, context, new_tokens
         block_size = runner.kv_caches[0].shape[3]
         blocks_per_row = -(-(context + 1) // block_size)
-        needed = batch * blocks_per_row * block_size * runner.cache_spec.bytes_per_token(runner.kv_element_bytes)
+        needed = batch * blocks_per_row * block_size * runner.kv_bytes_per_token
         if needed > available_bytes():
             raise ConfigError(f"{batch} sequences of {context} tokens need {needed} bytes of cache: more than is free.")
         runner.allocate_cache(batch * blocks_per_row)
@@ -225,6 +225,6 @@ class Steps:
         head = config.vocab_size * config.hidden_size
         products = self.batch * (self.new_tokens * (config.num_products - head) + head)
         pairs = self.batch * sum(range(self.context - self.new_tokens + 1, self.context + 1))
-        cached = self.batch * self.context * self.runner.cache_spec.bytes_per_token(self.runner.kv_element_bytes)
+        cached = self.batch * self.context * self.runner.kv_bytes_per_token
         attended = config.num_heads * config.head_size * config.num_layers
         return model.read_bytes + cached, 2 * products + 4 * pairs * attended

@@ -93,7 +93,7 @@ class StepBench:
 
     def __init__(self, runner: ModelRunner, num_seats: int, context: int) -> None:
         block_size = runner.kv_caches[0].shape[3]
-        row_bytes = block_size * runner.cache_spec.bytes_per_token(runner.kv_element_bytes)
+        row_bytes = block_size * runner.kv_bytes_per_token
         affordable = int(available_bytes() * CACHE_SHARE) // (num_seats * row_bytes)
         num_blocks = max(1, min(-(-context // block_size), affordable))
         self.context = min(context, num_blocks * block_size)

@@ -21,9 +21,13 @@ class CacheGroup:
     num_kv_heads: int
     head_size: int
 
-    def bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of keys and values of one token over all layers of the group."""
-        return 2 * len(self.layers) * self.num_kv_heads * self.head_size * element_bytes
+    def bytes_per_token(self, element_bytes: int, scale_bytes: int = 0) -> int:
+        """Bytes of keys and values of one token over all layers of the group.
+
+        Args:
+            scale_bytes: beside the elements of each head's key, and of its value.
+        """
+        return 2 * len(self.layers) * self.num_kv_heads * (self.head_size * element_bytes + scale_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,6 @@ class CacheSpec:
 
     groups: tuple[CacheGroup, ...]
 
-    def bytes_per_token(self, element_bytes: int) -> int:
+    def bytes_per_token(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """Bytes of one token over all groups."""
-        return sum(group.bytes_per_token(element_bytes) for group in self.groups)
+        return sum(group.bytes_per_token(element_bytes, scale_bytes) for group in self.groups)

@@ -56,6 +56,7 @@ class EngineConfig:
         served_model_name: the name clients use; `None` is the model's own.
         num_threads: threads of torch's pool and of the native kernels; 0 is one for each core there is to take.
         block_size: tokens of a KV block.
+        kv_cache_dtype: one of `engine.precision.CACHE_NAMES`.
         cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
         long_prefill_token_threshold, policy, admission, dynamic_preferred_size, dynamic_max_queue_delay_seconds,
             num_speculative_tokens: as in `Limits`.
@@ -75,6 +76,7 @@ class EngineConfig:
     served_model_name: str | None = None
     num_threads: int = 0
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     policy: str = "continuous"

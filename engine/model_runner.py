@@ -17,6 +17,7 @@ from engine.precision import Model, Precision, choose_precision
 from engine.sampler import sample_rows
 from engine.sequence import SamplingParams
 from engine.stopwatch import Stopwatch
+from kernels.byte_lines import SCALE_BYTES, line_size, without_nan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,10 +40,11 @@ class ModelRunner:
         max_num_batched_tokens: tokens of the largest step.
         max_model_len: longest sequence, in tokens.
         block_size: tokens of a KV block.
+        kv_cache_dtype: one of `engine.precision.CACHE_NAMES`.
         silent_ids: tokens that are never drawn, for they stand for nothing.
 
     Raises:
-        ConfigError: the dtype is not known, or does not go with the model.
+        ConfigError: a dtype is not known, or does not go with the model or the other one.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
+        kv_cache_dtype: str = "auto",
         silent_ids: Sequence[int] = (),
     ) -> None:
-        self.precision: Precision = choose_precision(dtype, checkpoint)
+        self.precision: Precision = choose_precision(dtype, checkpoint, kv_cache_dtype)
         self.model: Model
         self._checkpoint: Checkpoint | None = checkpoint
         self._config = checkpoint.config
@@ -78,9 +81,10 @@ class ModelRunner:
         return self._config.cache_spec
 
     @property
-    def kv_element_bytes(self) -> int:
-        """Bytes of one element of the cache."""
-        return self.precision.cache_dtype.itemsize
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token takes in the cache, over all layers."""
+        dtype = self.precision.cache_dtype
+        return self.cache_spec.bytes_per_token(dtype.itemsize, SCALE_BYTES if dtype == torch.int8 else 0)
 
     @torch.inference_mode()
     def load(self) -> None:
@@ -206,7 +210,8 @@ class ModelRunner:
 
     def _block_shape(self) -> tuple[int, int, int, int]:
         (group,) = self.cache_spec.groups
-        return (2, group.num_kv_heads, self._block_size, group.head_size)
+        size = line_size(group.head_size, self.precision.cache_dtype)
+        return (2, group.num_kv_heads, self._block_size, size)
 
     def _make_rows(self, max_num_seqs: int, null_block: int) -> InputBatch:
         return InputBatch(
@@ -221,7 +226,7 @@ class ModelRunner:
         """Take what is no number out of a seat's blocks: whoever gets them next multiplies it by zero, which is NaN."""
         block_ids = self._rows.blocks_of(seat)
         for kv_cache in self.kv_caches:
-            kv_cache[block_ids] = torch.nan_to_num(kv_cache[block_ids], nan=0.0, posinf=0.0, neginf=0.0)
+            kv_cache[block_ids] = without_nan(kv_cache[block_ids])
 
 
 def _zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

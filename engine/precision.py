@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,7 @@ log = logging.getLogger("relevo.engine")
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCKS = ("native", "int8")
 NAMES = ("auto", *FLOATS, *BLOCKS)
+CACHE_NAMES = ("auto", "int8")
 
 Model = LlamaModel | NativeLlama
 
@@ -83,19 +84,38 @@ class Precision:
             max_tokens=max_tokens,
             max_model_len=max_model_len,
             block_size=block_size,
+            cache_dtype=self.cache_dtype,
         )
 
 
-def choose_precision(name: str, checkpoint: Checkpoint) -> Precision:
-    """The numbers to compute in.
+def choose_precision(name: str, checkpoint: Checkpoint, cache_name: str = "auto") -> Precision:
+    """The numbers to compute in, and those to keep.
 
     Args:
         name: one of `NAMES`; `auto` is the fastest on this machine: blocks where the native kernels run, else
             bfloat16 where the processor multiplies it, else float32.
+        cache_name: one of `CACHE_NAMES`; `int8` is as `auto` where the native kernels cannot run.
 
     Raises:
-        ConfigError: any other name, or a model whose shape does not go with it.
+        ConfigError: any other name, a model whose shape does not go with it, or two that do not go together.
     """
+    if cache_name not in CACHE_NAMES:
+        raise ConfigError(f"cache.kv_cache_dtype is {cache_name!r}; it can be {' or '.join(CACHE_NAMES)}.")
+    if cache_name == "int8" and name in FLOATS:
+        raise ConfigError(
+            f"cache.kv_cache_dtype is 'int8', which only the native kernels read, and model.dtype is {name!r}, which "
+            "they do not compute in: choose auto for one of the two."
+        )
+    chosen = _choose(name, checkpoint)
+    if cache_name == "auto":
+        return chosen
+    if chosen.library is None:
+        return replace(chosen, reason=f"{chosen.reason}; the KV cache is as with auto, for int8 needs native kernels")
+    return replace(chosen, cache_dtype=torch.int8, reason=f"{chosen.reason}; KV cache of eight bits")
+
+
+def _choose(name: str, checkpoint: Checkpoint) -> Precision:
+    """As `choose_precision`, with the cache that goes with the name."""
     if name not in NAMES:
         raise ConfigError(f"model.dtype is {name!r}; it can be {', '.join(NAMES[:-1])} or {NAMES[-1]}.")
     if name in FLOATS:

@@ -203,7 +203,8 @@ def _against_float32(
     except ImportError:
         return {"tokens": 0, **NOT_MEASURED, "why": "this Python was installed without the text, pydoc_data.topics"}
     # A cache that was sized for the model itself is not wanted twice.
-    reference = load_model(replace(config, dtype="float32", cache_memory_bytes=None)).runner
+    exact = replace(config, dtype="float32", kv_cache_dtype="auto", cache_memory_bytes=None)
+    reference = load_model(exact).runner
     if not isinstance(reference, ModelRunner):
         raise TypeError(f"cannot compare with a {type(reference).__name__}")
     figures = compare_logits(reference, runner, passages, report)

@@ -41,10 +41,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
         max_num_batched_tokens=config.capacity_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=config.block_size,
+        kv_cache_dtype=config.kv_cache_dtype,
         silent_ids=checkpoint.tokenizer.silent_ids,
     )
     runner.load()
-    num_blocks = _num_blocks(config, max_model_len, runner.cache_spec.bytes_per_token(runner.kv_element_bytes))
+    num_blocks = _num_blocks(config, max_model_len, runner.kv_bytes_per_token)
     runner.allocate_cache(num_blocks)
     runner.warm_up()
     remarks = [f"dtype {runner.precision.name}: {runner.precision.reason}", *vocabulary_remarks(checkpoint.tokenizer)]

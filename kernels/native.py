@@ -17,6 +17,7 @@ import torch
 
 from kernels.blocks import GROUP, Blocks
 from kernels.build import BuildError, DamagedError, build
+from kernels.byte_lines import line_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from kernels.paged_attention import AttentionRows
 
+CACHE_KINDS = {torch.float16: 0, torch.int8: 1}  # as `CacheKind` in kv_cache.h
 PARTS = ("glue", "products", "attention", "head")  # as `Part` in step.h
 
 
@@ -63,6 +65,7 @@ class ModelStruct(Structure):
                 "head_size",
                 "block_size",
                 "num_positions",
+                "cache_kind",
             )
         ],
         ("eps", c_float),
@@ -73,6 +76,12 @@ class SeatsStruct(Structure):
     """`Seats` in sampling.h."""
 
     _fields_ = [(name, c_void_p) for name in ("temperature", "top_k", "top_p", "min_p", "key")]
+
+
+class CacheShape(Structure):
+    """`CacheShape` in kv_cache.h."""
+
+    _fields_ = [(name, c_int32) for name in ("kind", "kv_heads", "block_size", "head_size")]
 
 
 class StepStruct(Structure):
@@ -199,26 +208,27 @@ class Library:
         kv_cache: torch.Tensor,
         rows: AttentionRows,
     ) -> torch.Tensor:
-        """As `kernels.reference.paged_attention`, of a float16 cache."""
+        """As `kernels.reference.paged_attention`, of a cache of float16 or int8."""
         block_tables, query_start_loc, seq_lens = rows
-        _, _, kv_heads, block_size, head_size = kv_cache.shape
-        if kv_cache.dtype != torch.float16 or query.dtype != torch.float32 or not kv_cache.is_contiguous():
-            raise ValueError("expected float32 queries and a contiguous float16 cache")
+        _, _, kv_heads, block_size, size = kv_cache.shape
+        kind, head_size = CACHE_KINDS.get(kv_cache.dtype, -1), query.shape[2]
+        if kind < 0 or query.dtype != torch.float32 or not kv_cache.is_contiguous():
+            raise ValueError("expected float32 queries and a contiguous cache of float16 or int8")
+        if size != line_size(head_size, kv_cache.dtype):
+            raise ValueError(f"lines of {size} elements do not go with heads of {head_size}")
         query, tables = query.contiguous(), block_tables.contiguous()
         out = torch.empty(query.shape)
         check(
             self.calls.relevo_attention(
                 query.data_ptr(),
                 kv_cache.data_ptr(),
+                byref(CacheShape(kind, kv_heads, block_size, head_size)),
                 tables.data_ptr(),
                 tables.shape[1],
                 query_start_loc.data_ptr(),
                 seq_lens.data_ptr(),
                 len(seq_lens),
                 query.shape[1],
-                kv_heads,
-                head_size,
-                block_size,
                 out.data_ptr(),
             )
         )
@@ -283,7 +293,7 @@ def _declare(calls: ctypes.CDLL) -> None:
         "relevo_pack": (None, [number, pointer, pointer, pointer, number, number, pointer]),
         "relevo_read_row": (None, [pointer, number, pointer]),
         "relevo_multiply": (c_int, [pointer, pointer, number, pointer]),
-        "relevo_attention": (c_int, [pointer, pointer, pointer, number, pointer, pointer, *[number] * 5, pointer]),
+        "relevo_attention": (c_int, [*[pointer] * 4, number, pointer, pointer, number, number, pointer]),
         "relevo_open": (pointer, [pointer, number, number]),
         "relevo_close": (None, [pointer]),
         "relevo_forward": (c_int, [pointer, pointer, POINTER(c_double)]),

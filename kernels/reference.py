@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.byte_lines import from_lines, to_lines
+
 if TYPE_CHECKING:
     from kernels.blocks import Blocks
     from kernels.paged_attention import AttentionRows
@@ -80,12 +82,13 @@ def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor, 
 
     Args:
         kv: [N, 2, KVH, D]; keys first.
-        kv_cache: [blocks, 2, KVH, block_size, D], changed in place.
+        kv_cache: [blocks, 2, KVH, block_size, D], changed in place; of int8 as in kernels/byte_lines.py.
         block_ids: [N] int64, each token's block.
         offsets: [N] int64, its place in the block. No place comes twice.
     """
     for token, (block_id, offset) in enumerate(zip(block_ids.tolist(), offsets.tolist(), strict=True)):
-        kv_cache[block_id, :, :, offset] = kv[token].to(kv_cache.dtype)
+        new = kv[token].float()
+        kv_cache[block_id, :, :, offset] = to_lines(new) if kv_cache.dtype == torch.int8 else new.to(kv_cache.dtype)
 
 
 def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, rows: AttentionRows) -> torch.Tensor:
@@ -93,7 +96,7 @@ def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, rows: Attention
 
     Args:
         query: [N, H, D]; the rows' tokens one row after the other, as `rows.query_start_loc` says.
-        kv_cache: [blocks, 2, KVH, block_size, D]; holds the new tokens already.
+        kv_cache: [blocks, 2, KVH, block_size, D]; holds the new tokens already. Of int8 as in kernels/byte_lines.py.
         rows: their block tables and lengths.
 
     Returns:
@@ -106,7 +109,8 @@ def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, rows: Attention
     for row, seq_len in enumerate(rows.seq_lens.tolist()):
         first, last = starts[row], starts[row + 1]
         blocks = kv_cache[rows.block_tables[row]].permute(0, 3, 1, 2, 4)
-        kv = blocks.flatten(0, 1)[:seq_len].float()  # [T, 2, KVH, D]
+        lines = blocks.flatten(0, 1)[:seq_len]
+        kv = from_lines(lines) if lines.dtype == torch.int8 else lines.float()  # [T, 2, KVH, D]
         keys, values = kv.repeat_interleave(heads // kv_heads, dim=2).unbind(1)  # [T, H, D] each
         scores = torch.einsum("nhd,thd->hnt", query[first:last].float(), keys) / math.sqrt(size)
         positions = torch.arange(seq_len - (last - first), seq_len)

@@ -12,7 +12,18 @@ import torch
 from engine.errors import ConfigError
 from engine.models.rope import neighbour_order, rotation_table
 from kernels.blocks import GROUP, Blocks, as_blocks, stack
-from kernels.native import PARTS, LayerStruct, Library, ModelStruct, PackedMatrix, SeatsStruct, StepStruct, check
+from kernels.byte_lines import line_size
+from kernels.native import (
+    CACHE_KINDS,
+    PARTS,
+    LayerStruct,
+    Library,
+    ModelStruct,
+    PackedMatrix,
+    SeatsStruct,
+    StepStruct,
+    check,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,6 +64,7 @@ class NativeLlama:
         max_tokens: of the largest step.
         max_model_len: positions that are prepared, in tokens.
         block_size: of the KV cache.
+        cache_dtype: of the KV cache, float16 or int8.
     """
 
     def __init__(
@@ -66,8 +78,9 @@ class NativeLlama:
         max_tokens: int,
         max_model_len: int,
         block_size: int,
+        cache_dtype: torch.dtype,
     ) -> None:
-        self.config = config
+        self.config, self._cache_dtype = config, cache_dtype
         self._library, self._max_tokens, self._eight_bits = library, max_tokens, eight_bits
         self._rotations = torch.view_as_real(rotation_table(config.rope, config.head_size, max_model_len)).contiguous()
         self._kept: list[torch.Tensor] = [self._rotations]
@@ -107,6 +120,7 @@ class NativeLlama:
             head_size=config.head_size,
             block_size=block_size,
             num_positions=max_model_len,
+            cache_kind=CACHE_KINDS[cache_dtype],
             eps=config.rms_norm_eps,
         )
         self._seconds = (ctypes.c_double * len(PARTS))()
@@ -136,7 +150,7 @@ class NativeLlama:
         """Run the layers, writing keys and values.
 
         Args:
-            kv_caches: one a layer, [blocks, 2, KVH, block_size, D] float16.
+            kv_caches: one a layer, [blocks, 2, KVH, block_size, D] float16, or as in kernels/byte_lines.py.
 
         Returns:
             [N, hidden_size] float32, before the last norm.
@@ -238,10 +252,11 @@ class NativeLlama:
 
     def _addresses(self, kv_caches: list[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
         config = self.config
-        block_shape = (2, config.num_kv_heads, self._struct.block_size, config.head_size)
+        dtype, size = self._cache_dtype, line_size(config.head_size, self._cache_dtype)
+        block_shape = (2, config.num_kv_heads, self._struct.block_size, size)
         first = kv_caches[0]
-        if len(kv_caches) != config.num_layers or first.shape[1:] != block_shape or first.dtype != torch.float16:
-            raise ValueError(f"expected {config.num_layers} caches of float16 blocks {block_shape}")
+        if len(kv_caches) != config.num_layers or first.shape[1:] != block_shape or first.dtype != dtype:
+            raise ValueError(f"expected {config.num_layers} caches of {dtype} blocks {block_shape}")
         return (ctypes.c_void_p * len(kv_caches))(*[cache.data_ptr() for cache in kv_caches])
 
     def _take_layer(self, parts: dict[str, torch.Tensor | Blocks], index: int, into: LayerStruct) -> None:

@@ -5,76 +5,13 @@
 // chunk it came in, or how the spans were shared among threads.
 #pragma once
 
-#include "simd.h"
+#include <type_traits>
 
-using simd::Floats;
-using simd::Half;
-using simd::LANES;
+#include "kv_cache.h"
 
-constexpr int SPAN = 128;      // keys
 constexpr int MAX_HEAD = 256;  // elements of a head
 constexpr int STRIP = 16;      // keys that are widened at a time for several queries
 constexpr int MAX_QUERIES = 64;
-
-// Keys and values of one layer, [blocks, 2, kv_heads, block_size, head_size]: where a sequence's are found.
-struct Pages {
-    const Half* cache;
-    const int64_t* table;
-    int kv_heads, block_size, head_size;
-    int num_keys;  // of the sequence
-
-    size_t block_elements() const { return size_t(2) * kv_heads * block_size * head_size; }
-
-    // Call `use(i, line)` with the keys (side 0) or values (side 1) of a head for `count` positions from `first` on.
-    template <class Use>
-    void lines(int side, int head, int first, int count, Use use) const {
-        int block = first / block_size, offset = first % block_size;
-        for (int i = 0; i < count; block++, offset = 0) {
-            const Half* line = cache + table[block] * block_elements() +
-                               ((size_t(side) * kv_heads + head) * block_size + offset) * head_size;
-            for (; offset < block_size && i < count; offset++, i++, line += head_size) use(i, line);
-        }
-    }
-};
-
-// Asks for blocks in the order of memory, some lines at a time between pieces of arithmetic.
-//
-// Blocks lie scattered, which the processor does not foresee; a whole block is one long run, which memory is fastest
-// at.
-class Ahead {
-  public:
-    static constexpr int LINE = 64 / sizeof(Half);
-
-    // All heads' keys and values from position `first` on, as many as a span has, in about `steps` steps.
-    void aim(const Pages& pages, int first, int steps) {
-        pages_ = &pages;
-        block_ = first / pages.block_size;
-        end_ = (std::min(first + SPAN, pages.num_keys) + pages.block_size - 1) / pages.block_size;
-        left_ = 0;
-        const int lines = std::max(0, end_ - block_) * static_cast<int>(pages.block_elements() / LINE);
-        per_step_ = lines / std::max(steps, 1) + 1;
-    }
-
-    void step() {
-        for (int wanted = per_step_; wanted > 0;) {
-            if (left_ == 0) {
-                if (block_ >= end_) return;
-                at_ = pages_->cache + pages_->table[block_++] * pages_->block_elements();
-                left_ = static_cast<int>(pages_->block_elements() / LINE);
-            }
-            const int count = std::min(wanted, left_);
-            for (int i = 0; i < count; i++) __builtin_prefetch(at_ + i * LINE, 0, 2);
-            at_ += count * LINE;
-            left_ -= count;
-            wanted -= count;
-        }
-    }
-
-  private:
-    const Pages* pages_ = nullptr;
-    const Half* at_ = nullptr;
-    int left_ = 0, block_ = 0, end_ = 0, per_step_ = 0;
-};
 
 // A softmax in the making: sum of exponentials relative to the largest score, and the values weighted by them.
 struct Partial {
@@ -93,6 +30,11 @@ inline void merge(Partial& into, const Partial& span, int head_size) {
         simd::store(into.values + d, simd::fma(simd::load(span.values + d), simd::all(take), scaled));
     }
 }
+
+constexpr int WIDE = 4;  // vectors of a value that are summed together
+
+// How often a strip of keys and of values asks for more.
+inline int steps_of_strip(int head_size) { return STRIP / 4 + 2 * (head_size / (WIDE * LANES)); }
 
 // Scores of Q queries with four keys. The sum of one query and key is formed alike in every combination.
 template <int Q, class Number>
@@ -120,8 +62,7 @@ inline void score_four(const float* const* queries, const Number* const* keys, i
 // Add weights[q][k] * values[k] for `count` keys to Q running sums.
 template <int Q, class Number>
 inline void add_values(const float* const* weights, const Number* const* values, int count, int head_size,
-                       Partial* const* sums) {
-    constexpr int WIDE = 4;
+                       Partial* const* sums, Ahead& ahead) {
     for (int d = 0; d < head_size; d += WIDE * LANES) {
         const int wide = std::min(WIDE, (head_size - d) / LANES);
         if (wide == WIDE) {
@@ -131,6 +72,7 @@ inline void add_values(const float* const* weights, const Number* const* values,
 #pragma GCC unroll 4
                 for (int i = 0; i < WIDE; i++) s[q][i] = simd::load(sums[q]->values + d + i * LANES);
             for (int k = 0; k < count; k++) {
+                if (k % (STRIP / 2) == 0) ahead.step();
                 Floats v[WIDE];
 #pragma GCC unroll 4
                 for (int i = 0; i < WIDE; i++) v[i] = simd::load(values[k] + d + i * LANES);
@@ -176,27 +118,58 @@ inline void in_runs(int count, F f) {
 struct AttentionScratch {
     alignas(64) float strip[STRIP * MAX_HEAD];
     alignas(64) float scores[MAX_QUERIES][SPAN + LANES];
+    alignas(64) float scales[2][SPAN];  // of keys and values in a cache of bytes
     Partial span[MAX_QUERIES], sums[MAX_QUERIES];
 };
 
-// Attend to one span of keys for `count` queries of one key head, at most MAX_QUERIES.
-//
-// Query i sees keys [start, start + num_keys[i]), num_keys[i] <= SPAN; its partial means nothing where that is 0.
-inline void attend_span(const Pages& pages, int head, int start, const float* const* queries, const int* num_keys,
-                        int count, AttentionScratch& scratch, Partial* out, Ahead& ahead) {
+// Exponentials of a span's scores relative to the largest, in their place; gives that and their sum to `out`.
+inline void softmax(float* scores, int num_keys, int most, Partial& out) {
+    if (num_keys == 0) {
+        std::memset(scores, 0, sizeof(float) * most);
+        return;
+    }
+    for (int k = num_keys; k % LANES != 0; k++) scores[k] = -INFINITY;
+    Floats most_of = simd::all(-INFINITY), total = simd::zero();
+    for (int k = 0; k < num_keys; k += LANES) most_of = simd::max(most_of, simd::load(scores + k));
+    out.largest = simd::largest(most_of);
+    for (int k = 0; k < num_keys; k += LANES) {
+        Floats e = simd::exp(simd::sub(simd::load(scores + k), simd::all(out.largest)));
+        simd::store(scores + k, e);
+    }
+    for (int k = num_keys; k % LANES != 0; k++) scores[k] = 0.0f;
+    for (int k = 0; k < num_keys; k += LANES) total = simd::add(total, simd::load(scores + k));
+    out.total = simd::sum(total);
+    // A weight of zero adds nothing, not even a sign: what lies beyond is finite, it was written by this sequence.
+    for (int k = (num_keys + LANES - 1) / LANES * LANES; k < most; k++) scores[k] = 0.0f;
+}
+
+// As `attend_span`, of a cache of these numbers: halves, or bytes with a scale at the end of each line. What has a
+// scale is taken as it lies, and its scale goes into the score of a key, or into the weight of a value.
+template <class Number>
+inline void attend_lines(const Pages& pages, int head, int start, const float* const* queries, const int* num_keys,
+                         int count, AttentionScratch& scratch, Partial* out, Ahead& ahead) {
+    constexpr bool SCALED = std::is_same_v<Number, int8_t>;
     int most = 0;
     for (int i = 0; i < count; i++) most = std::max(most, num_keys[i]);
     const bool widen = count > simd::QUERIES;
-    const int head_size = pages.head_size;
+    const int head_size = pages.shape.head_size;
+    for (int side = 0; SCALED && side < 2; side++)
+        pages.lines(side, head, start, most, [&](int i, const uint8_t* line) {
+            std::memcpy(&scratch.scales[side][i], line + head_size, sizeof(float));
+        });
+    auto scale = [&](float* values, int side, int size) {
+        for (int k = 0; SCALED && k < size; k += LANES)
+            simd::store(values + k, simd::mul(simd::load(values + k), simd::load(scratch.scales[side] + k)));
+    };
 
     // Keys and values strip by strip; what a query must not see is computed with the rest and then not looked at.
     auto strips = [&](int side, auto use) {
         for (int k = 0; k < most; k += STRIP) {
             const int size = std::min(STRIP, most - k);
-            const Half* lines[STRIP];
-            pages.lines(side, head, start + k, size, [&](int i, const Half* line) { lines[i] = line; });
+            const Number* lines[STRIP];
+            pages.lines(side, head, start + k, size,
+                        [&](int i, const uint8_t* line) { lines[i] = reinterpret_cast<const Number*>(line); });
             for (int i = size; i < STRIP; i++) lines[i] = lines[size - 1];
-            ahead.step();
             if (!widen) {
                 use(k, size, lines);
                 continue;
@@ -212,35 +185,22 @@ inline void attend_span(const Pages& pages, int head, int start, const float* co
         }
     };
 
+    Ahead none;
     strips(0, [&](int k, int size, const auto* lines) {
         in_runs(count, [&]<int Q>(int first) {
             for (int i = 0; i < size; i += 4) {
                 float* to[Q];
+                if (first == 0) ahead.step();
                 for (int q = 0; q < Q; q++) to[q] = scratch.scores[first + q] + k + i;
                 score_four<Q>(queries + first, lines + i, head_size, to);
             }
         });
     });
     for (int i = 0; i < count; i++) {
-        float* scores = scratch.scores[i];
         std::memset(out[i].values, 0, sizeof(float) * head_size);
-        if (num_keys[i] == 0) {
-            std::memset(scores, 0, sizeof(float) * most);
-            continue;
-        }
-        for (int k = num_keys[i]; k % LANES != 0; k++) scores[k] = -INFINITY;
-        Floats most_of = simd::all(-INFINITY), total = simd::zero();
-        for (int k = 0; k < num_keys[i]; k += LANES) most_of = simd::max(most_of, simd::load(scores + k));
-        out[i].largest = simd::largest(most_of);
-        for (int k = 0; k < num_keys[i]; k += LANES) {
-            Floats e = simd::exp(simd::sub(simd::load(scores + k), simd::all(out[i].largest)));
-            simd::store(scores + k, e);
-        }
-        for (int k = num_keys[i]; k % LANES != 0; k++) scores[k] = 0.0f;
-        for (int k = 0; k < num_keys[i]; k += LANES) total = simd::add(total, simd::load(scores + k));
-        out[i].total = simd::sum(total);
-        // A weight of zero adds nothing, not even a sign: what lies beyond is finite, it was written by this sequence.
-        for (int k = (num_keys[i] + LANES - 1) / LANES * LANES; k < most; k++) scores[k] = 0.0f;
+        scale(scratch.scores[i], 0, num_keys[i]);
+        softmax(scratch.scores[i], num_keys[i], most, out[i]);
+        scale(scratch.scores[i], 1, num_keys[i]);
     }
     strips(1, [&](int k, int size, const auto* lines) {
         in_runs(count, [&]<int Q>(int first) {
@@ -250,9 +210,20 @@ inline void attend_span(const Pages& pages, int head, int start, const float* co
                 weights[q] = scratch.scores[first + q] + k;
                 sums[q] = out + first + q;
             }
-            add_values<Q>(weights, lines, size, head_size, sums);
+            add_values<Q>(weights, lines, size, head_size, sums, first == 0 ? ahead : none);
         });
     });
+}
+
+// Attend to one span of keys for `count` queries of one key head, at most MAX_QUERIES.
+//
+// Query i sees keys [start, start + num_keys[i]), num_keys[i] <= SPAN; its partial means nothing where that is 0.
+inline void attend_span(const Pages& pages, int head, int start, const float* const* queries, const int* num_keys,
+                        int count, AttentionScratch& scratch, Partial* out, Ahead& ahead) {
+    if (pages.shape.kind == HALF_LINES)
+        attend_lines<Half>(pages, head, start, queries, num_keys, count, scratch, out, ahead);
+    else
+        attend_lines<int8_t>(pages, head, start, queries, num_keys, count, scratch, out, ahead);
 }
 
 // The causal attention of neighbouring tokens of one sequence under neighbouring key heads, tokens * heads * group of
@@ -269,21 +240,22 @@ inline void attend(const Pages& pages, int first_head, int heads, int position, 
     const int count = tokens * group, end = position + tokens;
     Ahead ahead;
     for (int start = 0; start < end; start += SPAN) {
-        const int steps = 2 * heads * ((std::min(SPAN, end - start) + STRIP - 1) / STRIP);
+        const int steps =
+            heads * steps_of_strip(pages.shape.head_size) * ((std::min(SPAN, end - start) + STRIP - 1) / STRIP);
         if (start + SPAN < end)
             ahead.aim(pages, start + SPAN, steps);
         else if (next != nullptr)
             ahead.aim(*next, 0, steps);
         for (int head = 0; head < heads; head++) {
             for (int i = 0; i < count; i++) {
-                lines[i] =
-                    queries + static_cast<size_t>(i / group) * stride + (head * group + i % group) * pages.head_size;
+                lines[i] = queries + static_cast<size_t>(i / group) * stride +
+                           (head * group + i % group) * pages.shape.head_size;
                 num_keys[i] = std::clamp(position + i / group + 1 - start, 0, SPAN);
             }
             Partial *sums = scratch.sums + head * count, *span = start == 0 ? sums : scratch.span;
             attend_span(pages, first_head + head, start, lines, num_keys, count, scratch, span, ahead);
             for (int i = 0; start > 0 && i < count; i++)
-                if (num_keys[i] > 0) merge(sums[i], span[i], pages.head_size);
+                if (num_keys[i] > 0) merge(sums[i], span[i], pages.shape.head_size);
         }
     }
     for (int head = 0; head < heads; head++)

@@ -21,29 +21,23 @@ struct Quantized {
     }
 };
 
-struct Heads {
-    int count, kv, size, block_size;
-};
-
 // All heads of one row, for `relevo_attention`.
-void attend_row(const Heads& heads, const float* queries, const Half* cache, const int64_t* table, int64_t first,
-                int64_t last, int64_t seq_len, float* out) {
+void attend_row(const Pages& pages, int num_heads, const float* queries, int64_t first, int64_t last, float* out) {
     const auto scratch = std::make_unique<AttentionScratch>();
-    const int group = heads.count / heads.kv, stride = heads.count * heads.size,
+    const int size = pages.shape.head_size, group = num_heads / pages.shape.kv_heads, stride = num_heads * size,
               most = std::max(1, std::min(16, MAX_QUERIES / group));
     std::vector<float> scaled(queries + first * stride, queries + last * stride);
-    for (float& x : scaled) x *= 1.0f / std::sqrt(static_cast<float>(heads.size));
-    const Pages pages{cache, table, heads.kv, heads.block_size, heads.size, static_cast<int>(seq_len)};
-    for (int head = 0; head < heads.kv; head++)
+    for (float& x : scaled) x *= 1.0f / std::sqrt(static_cast<float>(size));
+    for (int head = 0; head < pages.shape.kv_heads; head++)
         for (int token = 0; token < last - first; token += most) {
-            const int position = static_cast<int>(seq_len - (last - first)) + token,
+            const int position = pages.num_keys - static_cast<int>(last - first) + token,
                       tokens = std::min(most, static_cast<int>(last - first) - token);
-            const float* lines = scaled.data() + size_t(token) * stride + head * group * heads.size;
+            const float* lines = scaled.data() + size_t(token) * stride + head * group * size;
             attend(pages, head, 1, position, tokens, lines, stride, group, *scratch, nullptr,
                    [&](int i, int, const Partial* sums) {
                        for (int g = 0; g < group; g++)
-                           for (int d = 0; d < heads.size; d++)
-                               out[size_t(first + token + i) * stride + (head * group + g) * heads.size + d] =
+                           for (int d = 0; d < size; d++)
+                               out[size_t(first + token + i) * stride + (head * group + g) * size + d] =
                                    sums[g].values[d] / sums[g].total;
                    });
         }
@@ -92,14 +86,14 @@ int relevo_multiply(const Matrix* matrix, const float* x, int32_t count, float* 
 }
 
 // As `paged_attention` in kernels/reference.py; queries [tokens, num_heads, head_size] are not scaled yet.
-int relevo_attention(const float* queries, const Half* cache, const int64_t* tables, int32_t table_width,
-                     const int64_t* row_starts, const int64_t* seq_lens, int32_t num_rows, int32_t num_heads,
-                     int32_t num_kv_heads, int32_t head_size, int32_t block_size, float* out) {
+int relevo_attention(const float* queries, const uint8_t* cache, const CacheShape* shape, const int64_t* tables,
+                     int32_t table_width, const int64_t* row_starts, const int64_t* seq_lens, int32_t num_rows,
+                     int32_t num_heads, float* out) {
     return guarded([&] {
-        const Heads heads{num_heads, num_kv_heads, head_size, block_size};
-        for (int row = 0; row < num_rows; row++)
-            attend_row(heads, queries, cache, tables + size_t(row) * table_width, row_starts[row], row_starts[row + 1],
-                       seq_lens[row], out);
+        for (int row = 0; row < num_rows; row++) {
+            const Pages pages{cache, tables + size_t(row) * table_width, *shape, static_cast<int>(seq_lens[row])};
+            attend_row(pages, num_heads, queries, row_starts[row], row_starts[row + 1], out);
+        }
     });
 }
 

@@ -33,6 +33,9 @@ inline Floats zero() { return _mm512_setzero_ps(); }
 inline Floats all(float x) { return _mm512_set1_ps(x); }
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline Floats load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Floats load(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 inline void store(Half* p, Floats x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
@@ -123,6 +126,9 @@ inline Floats zero() { return _mm256_setzero_ps(); }
 inline Floats all(float x) { return _mm256_set1_ps(x); }
 inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
 inline Floats load(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Floats load(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 inline void store(Half* p, Floats x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
@@ -244,6 +250,9 @@ inline Floats load(const float* p) {
     return each([=](int i) { return p[i]; });
 }
 inline Floats load(const Half* p) {
+    return each([=](int i) { return static_cast<float>(p[i]); });
+}
+inline Floats load(const int8_t* p) {
     return each([=](int i) { return static_cast<float>(p[i]); });
 }
 inline void store(float* p, Floats x) { std::memcpy(p, x.v, sizeof x.v); }

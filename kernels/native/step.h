@@ -1,11 +1,11 @@
 // One step of a Llama model: all layers in one parallel region, seven barriers a layer.
 #pragma once
 
-#include <chrono>
 #include <memory>
 #include <vector>
 
 #include "attention.h"
+#include "clock.h"
 #include "matrix.h"
 #include "sampling.h"
 #include "threads.h"
@@ -22,7 +22,8 @@ struct Model {
     const float* norm;
     const float* rotations;  // [positions, head_size]: cosine and sine of each pair
     Matrix embedding, head;
-    int32_t num_layers, hidden_size, inner_size, num_heads, num_kv_heads, head_size, block_size, num_positions;
+    int32_t num_layers, hidden_size, inner_size, num_heads, num_kv_heads, head_size, block_size, num_positions,
+        cache_kind;  // a `CacheKind`
     float eps;
 };
 
@@ -31,23 +32,23 @@ struct Step {
     int32_t num_tokens, num_rows, table_width, num_blocks;
     const int64_t *token_ids, *positions, *block_ids, *offsets;  // [num_tokens]
     const int64_t *row_starts, *seq_lens, *block_tables;         // [num_rows + 1], [num_rows], [num_rows, table_width]
-    Half* const* caches;                                         // one a layer
+    uint8_t* const* caches;                                      // one a layer
     float* hidden;                                               // out: [num_tokens, hidden_size], before the last norm
 };
-
-// Where the time of a step went, in seconds of the calling thread, its waiting for the others included.
-enum Part { GLUE, PRODUCTS, ATTENTION, HEAD, NUM_PARTS };
 
 class Engine {
   public:
     Engine(const Model& model, int num_threads, int max_tokens)
         : model_(model),
           max_tokens_(max_tokens),
+          cache_shape_{model.cache_kind, model.num_kv_heads, model.block_size, model.head_size},
           threads_(num_threads),
           score_scale_(1.0f / std::sqrt(static_cast<float>(model.head_size))),
           scratch_(num_threads) {
         const int attended = model.num_heads * model.head_size;
         queries_ = room<float>(size_t(max_tokens) * attended);
+        if (model.cache_kind == BYTE_LINES)
+            keys_values_ = room<float>(size_t(max_tokens) * 2 * model.num_kv_heads * model.head_size);
         // At least what the products' own rate is measured with.
         hidden_in_ = activations(std::max(max_tokens, simd::ROWS), model.hidden_size);
         attended_ = activations(max_tokens, attended);
@@ -144,22 +145,6 @@ class Engine {
         int row, head, num_heads, token, num_tokens, span, slot;
     };
 
-    class Clock {
-      public:
-        explicit Clock(double* seconds) : seconds_(seconds), last_(now()) {}
-        void spent(Part part) {
-            if (seconds_ == nullptr) return;
-            const auto time = now();
-            seconds_[part] += std::chrono::duration<double>(time - last_).count();
-            last_ = time;
-        }
-
-      private:
-        static std::chrono::steady_clock::time_point now() { return std::chrono::steady_clock::now(); }
-        double* seconds_;
-        std::chrono::steady_clock::time_point last_;
-    };
-
     // Memory that begins with a cache line: what two threads write must not share one.
     template <class Number>
     Number* room(size_t count) {
@@ -234,6 +219,8 @@ class Engine {
             });
         });
         clock.spent(PRODUCTS);
+        if (cache_shape_.kind == BYTE_LINES)
+            threads_.share(tokens, [&](int n) { put_lines(step, step.caches[index], n); });
         threads_.share(static_cast<int>(tasks_.size()),
                        [&](int i) { attend_to(step, step.caches[index], i, scratch_[thread]); });
         clock.spent(ATTENTION);
@@ -298,8 +285,9 @@ class Engine {
         return {column < end ? kind : 3, column / model_.head_size, column % model_.head_size};
     }
 
-    // LANES outputs of one token: rotated, scaled, and put where they belong.
-    void put(const Step& step, Half* cache, int n, Place place, Floats x) {
+    // LANES outputs of one token: rotated, scaled, and put where they belong; on the way into a cache of bytes, beside
+    // the rest of their head.
+    void put(const Step& step, uint8_t* cache, int n, Place place, Floats x) {
         const int size = model_.head_size;
         if (place.kind < 2)
             x = simd::rotate_pairs(x, simd::load(model_.rotations + step.positions[n] * size + place.element));
@@ -307,26 +295,34 @@ class Engine {
             float* to = queries_ + (size_t(n) * model_.num_heads + place.head) * size + place.element;
             simd::store(to, simd::mul(x, simd::all(score_scale_)));
         } else if (place.kind < 3) {
-            const int64_t line =
-                ((step.block_ids[n] * 2 + place.kind - 1) * model_.num_kv_heads + place.head) * model_.block_size +
-                step.offsets[n];
-            const Floats most = simd::all(65504.0f);
-            simd::store(cache + line * size + place.element,
-                        simd::max(simd::sub(simd::zero(), most), simd::min(most, x)));
+            const int side = place.kind - 1;
+            if (cache_shape_.kind == BYTE_LINES)
+                simd::store(key_or_value(n, side, place.head) + place.element, x);
+            else
+                put_halves(cache + cache_shape_.at(step.block_ids[n], side, place.head, step.offsets[n]) +
+                               place.element * sizeof(Half),
+                           x);
         }
     }
 
-    Pages pages_of(const Step& step, const Half* cache, const Task& task) const {
-        const int64_t* table = step.block_tables + size_t(task.row) * step.table_width;
-        return {cache,
-                table,
-                model_.num_kv_heads,
-                model_.block_size,
-                model_.head_size,
-                static_cast<int>(step.seq_lens[task.row])};
+    float* key_or_value(int n, int side, int head) const {
+        return keys_values_ + ((size_t(n) * 2 + side) * model_.num_kv_heads + head) * model_.head_size;
     }
 
-    void attend_to(const Step& step, const Half* cache, int index, AttentionScratch& scratch) {
+    // All heads' keys and values of one token, into a cache of bytes.
+    void put_lines(const Step& step, uint8_t* cache, int n) {
+        for (int side = 0; side < 2; side++)
+            for (int head = 0; head < model_.num_kv_heads; head++)
+                put_bytes(cache + cache_shape_.at(step.block_ids[n], side, head, step.offsets[n]),
+                          key_or_value(n, side, head), model_.head_size);
+    }
+
+    Pages pages_of(const Step& step, const uint8_t* cache, const Task& task) const {
+        const int64_t* table = step.block_tables + size_t(task.row) * step.table_width;
+        return {cache, table, cache_shape_, static_cast<int>(step.seq_lens[task.row])};
+    }
+
+    void attend_to(const Step& step, const uint8_t* cache, int index, AttentionScratch& scratch) {
         const Task& task = tasks_[index];
         const int group = model_.num_heads / model_.num_kv_heads, size = model_.head_size,
                   stride = model_.num_heads * size;
@@ -380,10 +376,11 @@ class Engine {
 
     const Model& model_;
     const int max_tokens_;
+    const CacheShape cache_shape_;
     Threads threads_;
     const float score_scale_;
     std::vector<std::unique_ptr<Line[]>> memory_;
-    float* queries_ = nullptr;
+    float *queries_ = nullptr, *keys_values_ = nullptr;
     Activations hidden_in_{}, attended_{}, inner_{};
     std::vector<Task> tasks_;
     std::vector<Partial> partials_;

@@ -201,7 +201,7 @@ def test_bfloat16_is_close_to_float32(tiny: FakeCheckpoint) -> None:
     exact = torch.tensor(make_runner(tiny).score(token_ids))
     for budget in (2, 64):  # few rows and many take different products
         runner = make_runner(tiny, dtype="bfloat16", max_num_batched_tokens=budget)
-        assert runner.kv_element_bytes == 2
+        assert runner.precision.cache_dtype.itemsize == 2
         torch.testing.assert_close(torch.tensor(runner.score(token_ids)), exact, rtol=0.05, atol=0.1)
 
 
@@ -257,7 +257,7 @@ def test_the_cache_is_declared(tiny: FakeCheckpoint) -> None:
     runner = make_runner(tiny)
     (group,) = runner.cache_spec.groups
     assert (group.kind, group.layers, group.num_kv_heads, group.head_size) == ("full", (0, 1), 2, 16)
-    assert runner.cache_spec.bytes_per_token(runner.kv_element_bytes) == 2 * 2 * 2 * 16 * 4
+    assert runner.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,10 +21,14 @@ from kernels import build as building
 from kernels import reference
 from kernels.blocks import Blocks, as_blocks, quantize, stack
 from kernels.build import BuildError
+from kernels.byte_lines import from_lines, to_lines, without_nan
 from kernels.gguf_blocks import FORMATS, read_blocks
 from kernels.native import Arena, Library, PackedMatrix, load
 from tests.kernels.library import kernels_or_skip
 from tests.kernels.test_paged_attention import make_case
+
+if TYPE_CHECKING:
+    from kernels.paged_attention import AttentionRows
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +144,36 @@ def test_zeros_give_zeros(library: Library) -> None:
     assert torch.equal(library.multiply(torch.zeros(3, 64), matrix), torch.zeros(3, 33))
 
 
+def cached_case(
+    rows: list[tuple[int, int]], *, dtype: torch.dtype, **shape: int
+) -> tuple[torch.Tensor, torch.Tensor, AttentionRows]:
+    """As `make_case`, with a cache of float16 or of bytes."""
+    if dtype != torch.int8:
+        return make_case(rows, dtype=dtype, **shape)
+    query, kv_cache, table = make_case(rows, dtype=torch.float32, **shape)
+    return query, to_lines(kv_cache), table
+
+
+CACHES = pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
+
+
+def test_lines_of_bytes_are_within_half_a_step_and_show_what_is_no_number() -> None:
+    values = torch.randn(3, 5, 48)
+    values[1, 2], values[2, 0, 7], values[2, 1, 8] = 0, float("nan"), -float("inf")
+    lines = to_lines(values)
+    assert lines.shape == (3, 5, 52)
+    assert lines.dtype == torch.int8
+    assert bool(from_lines(lines)[2, :2].isnan().all())
+    steps = values[:2].abs().amax(-1, keepdim=True) / 127
+    assert bool(((from_lines(lines) - values)[:2].abs() <= steps * 0.501).all())
+    assert torch.equal(from_lines(without_nan(lines))[2, :2], torch.zeros(2, 48))
+    assert torch.equal(without_nan(lines)[:2], lines[:2])
+    halves = values.half()
+    assert torch.equal(without_nan(halves)[:2], halves[:2])
+    assert bool(without_nan(halves).isfinite().all())
+
+
+@CACHES
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "block_size"),
     [(9, 3, 64, 16), (4, 1, 32, 4), (4, 2, 16, 8), (8, 1, 128, 16), (2, 2, 96, 32), (32, 1, 64, 16), (3, 1, 80, 5)],
@@ -154,23 +189,31 @@ def test_zeros_give_zeros(library: Library) -> None:
     ids=["first token", "decode", "prefill", "mixed"],
 )
 def test_attention_is_that_of_the_reference(
-    library: Library, rows: list[tuple[int, int]], heads: int, kv_heads: int, size: int, block_size: int
+    library: Library,
+    rows: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    size: int,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> None:
-    query, kv_cache, table = make_case(
-        rows, heads=heads, kv_heads=kv_heads, size=size, block_size=block_size, dtype=torch.float16
+    query, kv_cache, table = cached_case(
+        rows, heads=heads, kv_heads=kv_heads, size=size, block_size=block_size, dtype=dtype
     )
     expected = reference.paged_attention(query, kv_cache, table)
     # Slots of a block behind the last token are the reference's zeros; here nobody may look at them.
+    nothing = torch.full((size,), torch.nan)
     for row, seq_len in enumerate(table.seq_lens.tolist()):
         kv_cache[table.block_tables[row, (seq_len - 1) // block_size], :, :, (seq_len - 1) % block_size + 1 :] = (
-            torch.nan
+            to_lines(nothing) if dtype == torch.int8 else nothing.to(dtype)
         )
     torch.testing.assert_close(library.paged_attention(query, kv_cache, table), expected, rtol=1e-5, atol=1e-5)
 
 
+@CACHES
 @pytest.mark.parametrize("cut", [1, 3, 16, 30])
-def test_a_chunk_in_parts_gives_the_same_bits(library: Library, cut: int) -> None:
-    query, kv_cache, rows = make_case([(240, 37)], heads=6, kv_heads=2, size=64, block_size=16, dtype=torch.float16)
+def test_a_chunk_in_parts_gives_the_same_bits(library: Library, cut: int, dtype: torch.dtype) -> None:
+    query, kv_cache, rows = cached_case([(240, 37)], heads=6, kv_heads=2, size=64, block_size=16, dtype=dtype)
     whole = library.paged_attention(query, kv_cache, rows)
     for first in range(0, 37, cut):
         count = min(cut, 37 - first)
@@ -191,6 +234,11 @@ def test_wrong_shapes_are_refused_before_the_pointer_is_given(library: Library) 
             library.multiply(x, matrix)
     with pytest.raises(IndexError):
         library.read_row(matrix, 8)
+    query, kv_cache, rows = cached_case([(3, 1)], heads=2, kv_heads=1, size=32, block_size=4, dtype=torch.int8)
+    with pytest.raises(ValueError, match="lines of 32 elements do not go with heads of 32"):
+        library.paged_attention(query, kv_cache[..., :32].contiguous(), rows)
+    with pytest.raises(ValueError, match="a contiguous cache of float16 or int8"):
+        library.paged_attention(query, kv_cache.float(), rows)
 
 
 def test_weights_lie_apart_and_aligned() -> None:
@@ -214,8 +262,9 @@ def test_the_plain_form_gives_the_same_bits(library: Library, monkeypatch: pytes
     for bits in BITS:
         blocks = random_blocks(70, 192, bits=bits)
         assert torch.equal(plain.multiply(x, plain.pack(blocks)), library.multiply(x, library.pack(blocks)))
-    case = make_case([(200, 1), (3, 7)], heads=6, kv_heads=2, size=32, block_size=8, dtype=torch.float16)
-    torch.testing.assert_close(plain.paged_attention(*case), library.paged_attention(*case), rtol=1e-5, atol=1e-6)
+    for dtype in (torch.float16, torch.int8):
+        case = cached_case([(200, 1), (3, 7)], heads=6, kv_heads=2, size=32, block_size=8, dtype=dtype)
+        torch.testing.assert_close(plain.paged_attention(*case), library.paged_attention(*case), rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,15 +374,15 @@ def test_the_whole_of_it_runs_without_undefined_behaviour(library: Library, tmp_
         "from kernels import build\n"
         "build.FLAGS = (*build.FLAGS, '-fsanitize=undefined', '-fno-sanitize-recover', '-O1')\n"
         "from kernels.native import load\n"
-        "from tests.kernels.test_native import random_blocks\n"
-        "from tests.kernels.test_paged_attention import make_case\n"
+        "from tests.kernels.test_native import cached_case, random_blocks\n"
         "library = load(Path(sys.argv[1]))\n"
         "for bits in (4, 5, 6, 8):\n"
         "    matrix = library.pack(random_blocks(50, 96, bits=bits))\n"
         "    library.multiply(torch.randn(11, 96), matrix)\n"
         "    library.read_row(matrix, 49)\n"
-        "case = make_case([(200, 1), (3, 7)], heads=6, kv_heads=2, size=32, block_size=8, dtype=torch.float16)\n"
-        "library.paged_attention(*case)\n"
+        "for dtype in (torch.float16, torch.int8):\n"
+        "    case = cached_case([(200, 1), (3, 7)], heads=6, kv_heads=2, size=80, block_size=5, dtype=dtype)\n"
+        "    library.paged_attention(*case)\n"
         "print('done')\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -45,6 +45,7 @@ class Run(NamedTuple):
     """Some answers."""
 
     seconds: float
+    num_steps: int
     outputs: list[list[int]]
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -53,6 +54,7 @@ class Run(NamedTuple):
         """Both together."""
         return Run(
             self.seconds + other.seconds,
+            self.num_steps + other.num_steps,
             self.outputs + other.outputs,
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_accepted_tokens + other.num_accepted_tokens,
@@ -82,26 +84,28 @@ def answer(model: LoadedModel, prompts: list[tuple[int, ...]], temperature: floa
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, stop_token_ids=stop)
         scheduler.add(Sequence(number, f"r{number}", prompt, params, 0.0))
-    seconds = 0.0
+    seconds, num_steps = 0.0, 0
     while scheduler.num_running or scheduler.num_waiting:
         begin = time.perf_counter()
         batch = scheduler.schedule(0.0)
         update = scheduler.update(batch, model.runner.execute(batch), 0.0)
         if all(batch.decodes):
             seconds += time.perf_counter() - begin
+            num_steps += 1
         for sequence_id, token_id in update.tokens:
             outputs[sequence_id].append(token_id)
     counters = scheduler.counters
-    return Run(seconds, outputs, counters.num_draft_tokens, counters.num_accepted_tokens)
+    return Run(seconds, num_steps, outputs, counters.num_draft_tokens, counters.num_accepted_tokens)
 
 
 def compare(
     model: LoadedModel, prompts: list[tuple[int, ...]], temperature: float, tokens: int, limits: Limits
 ) -> tuple[Run, Run]:
-    """All prompts without drafts and with them, a few at a time and each time first the one, then the other."""
-    off, on = Run(0.0, [], 0, 0), Run(0.0, [], 0, 0)
-    for turn, start in enumerate(range(0, len(prompts), limits.max_num_seqs)):
-        some = prompts[start : start + limits.max_num_seqs]
+    """All prompts without drafts and with them, in turn: one by one where there is one seat, else all of them."""
+    off = on = Run(0.0, 0, [], 0, 0)
+    num_together = 1 if limits.max_num_seqs == 1 else len(prompts)
+    for turn, start in enumerate(range(0, len(prompts), num_together)):
+        some = prompts[start : start + num_together]
         for drafts in (turn % 2, 1 - turn % 2):
             if drafts:
                 on = on.plus(answer(model, some, temperature, limits, tokens))
@@ -124,7 +128,7 @@ def main() -> None:
     if model.chat_template is None:
         raise SystemExit("the model has no chat template")
     print(f"{config.model}, {model.dtype}; tokens/s without drafts, and with up to {options.drafts}")
-    print("kind       temperature  seats  tokens  without  with  ratio (min-max)   right/drafted")
+    print("kind       temperature  seats  tokens  without  with  ratio (min-max)   steps      right/drafted")
     for kind, texts in requests().items():
         chats = [model.chat_template.encode([{"role": "user", "content": text}], model.tokenizer) for text in texts]
         prompts = [tuple(chat) for chat in chats]
@@ -138,8 +142,9 @@ def main() -> None:
                 last = rounds[-1][1]
                 told = f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
                 right = f"{last.num_accepted_tokens}/{last.num_draft_tokens}"
+                steps = f"{rounds[-1][0].num_steps}/{last.num_steps}"
                 print(
-                    f"{kind:10} {temperature:11} {seats:6} {num_tokens:7} {off:8.1f} {on:5.1f}  {told:17} {right:12}"
+                    f"{kind:10} {temperature:11} {seats:6} {num_tokens:7} {off:8.1f} {on:5.1f}  {told:17} {steps:10} {right:12}"
                     f"{'' if last.outputs == rounds[0][0].outputs else '  OTHER TOKENS'}",
                     flush=True,
                 )

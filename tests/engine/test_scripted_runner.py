@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -85,3 +86,8 @@ def test_a_row_that_failed_stays_failed() -> None:
 def test_without_a_stop_token_it_says_so() -> None:
     with pytest.raises(ValueError, match="no stop token"):
         ScriptedRunner(Failing()).execute(one_row(SamplingParams()))
+
+
+def test_drafts_have_no_place_there() -> None:
+    with pytest.raises(ValueError, match="no drafts"):
+        ScriptedRunner(Failing()).execute(replace(one_row(scripted(1)), drafts={0: (1,)}))

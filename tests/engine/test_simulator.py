@@ -242,3 +242,11 @@ def test_the_simulator_needs_only_the_standard_library() -> None:
     root = Path(__file__).resolve().parents[2]
     answer = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "set()"
+
+
+def test_a_simulation_has_no_drafts() -> None:
+    """Its tokens are all the same and would all be guessed."""
+    workload = workload_of((0.0, 9, 30), (0.1, 7, 30))
+    result = play(workload, num_speculative_tokens=7, jump=False)
+    assert result.counters.num_draft_tokens == 0
+    assert result == play(workload, jump=False)

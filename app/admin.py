@@ -26,6 +26,6 @@ def admin_blueprint(context: Context) -> Blueprint:
 
     @admin.get("/admin/audit")
     async def audit() -> list[dict[str, Any]]:
-        return [entry.as_json() for entry in context.audit.entries]
+        return [entry.as_json() for entry in context.journal.audit.entries]
 
     return admin

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
 
 MAX_ENTRIES: Final = 1000
+
+
+def make_id() -> str:
+    """A name that nothing else has, in this process or another."""
+    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +25,13 @@ class AuditEntry:
 
     Attributes:
         time: when, as an ISO 8601 string in UTC.
-        who: `admin`, the peer's address, or `ttl` for a change that ended by itself.
+        who: `admin`, the peer's address, `ttl` for a change that ended by itself, or `start` for a start at which other
+            values held than when the server ended.
         changes: setting to its old and its new value; empty when only the time that they hold was changed.
         expires: when it will revert by itself, in the form of `time`.
+        reverted: when it did, or was changed again before.
+        effective: all settings as they were after it.
+        entry_id: the same for ever.
     """
 
     generation: int
@@ -27,6 +40,9 @@ class AuditEntry:
     changes: dict[str, tuple[Any, Any]]
     reason: str | None = None
     expires: str | None = None
+    reverted: str | None = None
+    effective: Mapping[str, Any] = field(default_factory=dict)
+    entry_id: str = field(default_factory=make_id)
 
     def as_json(self) -> dict[str, Any]:
         """The object of `GET /admin/audit`."""
@@ -37,23 +53,45 @@ class AuditEntry:
             "changes": {name: list(values) for name, values in self.changes.items()},
             "reason": self.reason,
             "expires": self.expires,
+            "reverted": self.reverted,
         }
 
 
 class AuditLog:
-    """The last thousand changes, newest last; kept in memory."""
+    """The last thousand changes, newest last.
 
-    def __init__(self) -> None:
-        self._entries: deque[AuditEntry] = deque(maxlen=MAX_ENTRIES)
+    Args:
+        known: those of earlier processes.
+        keep: called with each change, and again when it was reverted.
+    """
+
+    def __init__(self, known: Iterable[AuditEntry] = (), keep: Callable[[AuditEntry], None] | None = None) -> None:
+        self._entries = deque(known, maxlen=MAX_ENTRIES)
+        self._keep = keep
 
     @property
     def entries(self) -> tuple[AuditEntry, ...]:
         """All of them, oldest first."""
         return tuple(self._entries)
 
+    @property
+    def generation(self) -> int:
+        """Of the newest; 0 where there is none."""
+        return self._entries[-1].generation if self._entries else 0
+
     def add(self, entry: AuditEntry) -> None:
         """Append a change."""
         self._entries.append(entry)
+        if self._keep is not None:
+            self._keep(entry)
+
+    def mark_reverted(self, entry_id: str, time: str) -> None:
+        """Say when a temporary change ended."""
+        for index, entry in enumerate(self._entries):
+            if entry.entry_id == entry_id:
+                self._entries[index] = replace(entry, reverted=time)
+                if self._keep is not None:
+                    self._keep(self._entries[index])
 
 
 def timestamp(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ class Point(NamedTuple):
         time: seconds on the telemetry's clock.
         preemptions, turned_away: totals since the start, so that a difference counts what happened between two points.
             Turned away is who came at a bad time, and not who asked for what cannot be.
-        generation: of the live settings.
     """
 
     time: float
@@ -47,7 +46,6 @@ class Point(NamedTuple):
     step_seconds: float | None
     preemptions: int
     turned_away: int
-    generation: int
 
 
 def make_point(time: float, snapshot: Mapping[str, Any]) -> Point:
@@ -69,7 +67,6 @@ def make_point(time: float, snapshot: Mapping[str, Any]) -> Point:
         step_seconds=snapshot["step"]["seconds_p50"],
         preemptions=snapshot["preemptions"],
         turned_away=sum(requests["rejected_by_reason"].get(reason, 0) for reason in BAD_TIMES),
-        generation=snapshot["config"]["generation"],
     )
 
 
@@ -140,13 +137,6 @@ class History:
     def position(self, time: float) -> float:
         """Where a time lies between the oldest shown (0) and now (1)."""
         return 1 - (self.points[-1].time - time) / self.span_seconds
-
-    def changes(self) -> list[float]:
-        """The positions at which the settings changed."""
-        points = self.merged()
-        return [
-            self.position(after.time) for before, after in pairwise(points) if before.generation != after.generation
-        ]
 
     def _bucket(self, point: Point) -> int:
         return int(point.time // self.bucket_seconds)

@@ -29,6 +29,7 @@ from app.chat import chat_blueprint
 from app.cors import Cors
 from app.docs import docs_blueprint
 from app.guard import Guard
+from app.history_pages import history_blueprint
 from app.limits import UNAVAILABLE
 from app.login import login_blueprint
 from app.metrics import metrics_blueprint
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from werkzeug.wrappers import Response as WerkzeugResponse
 
-    from app.audit import AuditLog
     from app.callers import Callers
     from app.config import Settings
+    from app.journal.journal import Journal
     from app.key_service import KeyService
     from app.lifecycle import Lifecycle
     from app.limits import Limits
@@ -59,6 +60,7 @@ BODY_TIMEOUT_SECONDS: Final = 15
 # A token is seldom more than 16 bytes of JSON, escapes included.
 BYTES_PER_TOKEN: Final = 16
 MIN_BODY_BYTES: Final = 4 << 20
+NUM_EVENTS: Final = 20
 # No foreign or inline script, no frame around a page, no guessing at types.
 SECURITY_HEADERS: Final = {
     "Content-Security-Policy": (
@@ -78,7 +80,7 @@ class Context:
     """What the routes work with.
 
     Attributes:
-        audit: history of the live settings.
+        journal: changes of the settings, events and the history, across restarts.
         callers: what each API key may expect.
         keys: the API keys, and the only way to change them.
         limits: how much each of them may ask for.
@@ -91,7 +93,7 @@ class Context:
     engine: Engine
     telemetry: Telemetry
     lifecycle: Lifecycle
-    audit: AuditLog
+    journal: Journal
     live: LiveConfig
     callers: Callers
     keys: KeyService
@@ -101,7 +103,9 @@ class Context:
 
     def stats(self) -> dict[str, Any]:
         """The object of `GET /ops/stats.json`: the engine's numbers and the process's."""
-        return {**self.engine.snapshot(), **self.lifecycle.stats()}
+        events = [event.as_json() for event in self.journal.events.latest(NUM_EVENTS)]
+        own = {**self.lifecycle.stats(), "events": events, "history": self.journal.stats()}
+        return {**self.engine.snapshot(), **own}
 
 
 def create_app(context: Context) -> QuartTrio:
@@ -120,6 +124,7 @@ def create_app(context: Context) -> QuartTrio:
         probes_blueprint(context),
         metrics_blueprint(context),
         pages_blueprint(context),
+        history_blueprint(context),
         chat_blueprint(context),
         docs_blueprint(context),
         login_blueprint(gate, pages),

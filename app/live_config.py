@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from app.api.errors import ApiError
-from app.audit import AuditEntry, AuditLog, timestamp
+from app.audit import AuditEntry, AuditLog, make_id, timestamp
 from app.config import keys
 from engine.batching import POLICIES
 from engine.config import live_range
@@ -63,11 +63,12 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class _Revert:
-    """A value to go back to at `at` on trio's clock, which is `time` in words."""
+    """A value to go back to at `at` on trio's clock, which is `time` in words; the entry of that id planned it."""
 
     at: float
     time: str
     value: Value
+    entry_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class LiveConfig:
 
     async def run(self) -> None:
         """Make the changes that were ordered, and revert temporary ones when their time has come, for ever."""
+        await self._resume()
         while True:
             with trio.move_on_at(min((revert.at for revert in self._reverts.values()), default=math.inf)) as scope:
                 order = await self._orders.receive()
@@ -149,14 +151,39 @@ class LiveConfig:
         if changed:
             await self._engine.set_limits({name: new for name, (_, new) in changed.items()})
         known = {name: self._reverts[name] for name in change.values if name in self._reverts}
-        expires = self._schedule_reverts(change, before)
+        entry_id = make_id()
+        expires = self._schedule_reverts(change, before, entry_id)
         # How long a value holds is a setting too: the same values for longer, or for good, are an entry.
         if changed or known or expires is not None:
             now = timestamp(time.time())
-            generation = self._engine.limits.generation
-            self._audit.add(AuditEntry(generation, now, who, changed, change.reason, expires))
+            limits = self._engine.limits
+            entry = AuditEntry(
+                limits.generation, now, who, changed, change.reason, expires, None, _values(limits), entry_id
+            )
+            planned = {revert.entry_id for revert in self._reverts.values()}
+            for ended in {revert.entry_id for revert in known.values()} - planned:
+                self._audit.mark_reverted(ended, now)
+            self._audit.add(entry)
 
-    def _schedule_reverts(self, change: _Change, before: Mapping[str, Value]) -> str | None:
+    async def _resume(self) -> None:
+        """A server starts with its configuration, whatever held when it ended: where that differs, it is a change."""
+        last = self._audit.entries[-1] if self._audit.entries else None
+        if last is None:
+            return
+        now = timestamp(time.time())
+        for entry in self._audit.entries:
+            if entry.expires is not None and entry.reverted is None:
+                self._audit.mark_reverted(entry.entry_id, now)
+        values = _values(self._engine.limits)
+        changed = {
+            name: (old, values[name]) for name, old in last.effective.items() if name in values and old != values[name]
+        }
+        if changed:
+            limits = await self._engine.set_limits({})
+            reason = "the server was started, and its configuration holds"
+            self._audit.add(AuditEntry(limits.generation, now, "start", changed, reason, effective=values))
+
+    def _schedule_reverts(self, change: _Change, before: Mapping[str, Value], entry_id: str) -> str | None:
         """Replace what was planned for the changed keys.
 
         Returns:
@@ -168,7 +195,7 @@ class LiveConfig:
             lasting = before[name] if pending is None else pending.value
             if change.ttl_seconds is not None and value != lasting:
                 expires = timestamp(time.time() + change.ttl_seconds)
-                self._reverts[name] = _Revert(trio.current_time() + change.ttl_seconds, expires, lasting)
+                self._reverts[name] = _Revert(trio.current_time() + change.ttl_seconds, expires, lasting, entry_id)
         return expires
 
 

@@ -126,6 +126,7 @@ class _HttpCollector(Collector):
     def __init__(self, context: Context) -> None:
         self._lag = context.lifecycle.lag
         self._errors = context.errors
+        self._journal = context.journal
 
     def collect(self) -> Iterator[Metric]:
         text = "How much too late a short sleep ended, the worst of the last seconds."
@@ -135,3 +136,7 @@ class _HttpCollector(Collector):
         for (status, code), count in self._errors.items():
             counter.add_metric([str(status), code], count)
         yield counter
+        text = "Times that the history could not be written or was found damaged."
+        yield CounterMetricFamily("relevo:history_write_failures", text, value=self._journal.num_failures)
+        text = "Seconds of the history that were lost because they could not be written for too long."
+        yield CounterMetricFamily("relevo:history_dropped_rows", text, value=self._journal.num_dropped_rows)

@@ -81,8 +81,9 @@ def pages_blueprint(context: Context) -> Blueprint:
 
     @pages.get("/admin")
     async def admin() -> Response:
-        variables = admin_variables(context.live.view(), context.audit.entries)
+        variables = admin_variables(context.live.view(), context.journal.audit.entries)
         variables |= {"running": context.engine.num_running, "waiting": context.engine.num_waiting}
+        variables["history_problem"] = context.journal.problem
         return page("admin", state_html=telemetry.draw_part("state"), **variables)
 
     return pages
@@ -139,6 +140,7 @@ def list_history(effective: Mapping[str, Any], generation: int, entries: Sequenc
     values = dict(effective)
     rows: list[dict[str, Any]] = []
     for entry in reversed(entries):
+        values = dict(entry.effective) or values
         rows.append({
             "generation": entry.generation,
             "current": not rows,
@@ -147,6 +149,7 @@ def list_history(effective: Mapping[str, Any], generation: int, entries: Sequenc
             "who": entry.who,
             "reason": entry.reason,
             "expires": _clock(entry.expires) if entry.expires else None,
+            "reverted": _clock(entry.reverted) if entry.reverted else None,
             "changes": [
                 {"title": words.word(words.SETTINGS, key), "old": _shown(key, old), "new": _shown(key, new)}
                 for key, (old, new) in entry.changes.items()
@@ -162,6 +165,7 @@ def list_history(effective: Mapping[str, Any], generation: int, entries: Sequenc
         "who": "at the start",
         "reason": None,
         "expires": None,
+        "reverted": None,
         "changes": [
             {"title": words.word(words.SETTINGS, key), "old": None, "new": _shown(key, value)}
             for key, value in values.items()

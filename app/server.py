@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final
 import trio
 from hypercorn.trio import serve as serve_asgi
 
-from app.audit import AuditLog
 from app.callers import Callers
 from app.connections import ConnectionConfig, use_connections
 from app.http import Context, create_app
 from app.interpreter import tune_interpreter
+from app.journal.journal import Journal
 from app.key_service import KeyService
 from app.keys import Keyring
 from app.lifecycle import FAREWELL_SECONDS, Lifecycle
@@ -34,15 +34,21 @@ GRACEFUL_SECONDS: Final = 5.0
 
 
 async def serve_engine(
-    settings: Settings, engine: Engine, listener: socket.socket, keys: KeyService | None = None
+    settings: Settings,
+    engine: Engine,
+    listener: socket.socket,
+    keys: KeyService | None = None,
+    journal: Journal | None = None,
 ) -> None:
     """Serve a running engine on a bound socket until a signal; the socket is closed at the end."""
     tune_interpreter()
     lifecycle = Lifecycle()
-    context = make_context(settings, engine, lifecycle, keys)
+    context = make_context(settings, engine, lifecycle, keys, journal)
     drain_seconds = settings.server.drain_timeout_seconds
     async with trio.open_nursery() as nursery:
-        for task in (context.telemetry.run, context.live.run, context.keys.run, lifecycle.lag.run):
+        for task in (
+            context.telemetry.run, context.live.run, context.keys.run, context.journal.run, lifecycle.lag.run,
+        ):  # fmt: skip
             nursery.start_soon(task)
 
         def drain() -> None:
@@ -59,17 +65,28 @@ async def serve_engine(
         nursery.cancel_scope.cancel()
 
 
-def make_context(settings: Settings, engine: Engine, lifecycle: Lifecycle, keys: KeyService | None = None) -> Context:
-    """What the routes work with, around a running engine; without `keys`, those of the settings are all there are."""
-    audit = AuditLog()
+def make_context(
+    settings: Settings,
+    engine: Engine,
+    lifecycle: Lifecycle,
+    keys: KeyService | None = None,
+    journal: Journal | None = None,
+) -> Context:
+    """What the routes work with, around a running engine.
+
+    Args:
+        keys: without, those of the settings are all there are.
+        journal: without, nothing outlives the process.
+    """
+    journal = Journal() if journal is None else journal
     keys = KeyService(Keyring(settings)) if keys is None else keys
     return Context(
         settings=settings,
         engine=engine,
-        telemetry=Telemetry(engine, process=lifecycle.stats),
+        telemetry=Telemetry(engine, process=lifecycle.stats, journal=journal),
         lifecycle=lifecycle,
-        audit=audit,
-        live=LiveConfig(engine, audit),
+        journal=journal,
+        live=LiveConfig(engine, journal.audit),
         callers=Callers(settings, keys.keyring),
         keys=keys,
         limits=Limits(keys.keyring.get),

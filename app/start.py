@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import trio
 
 from app.callers import Callers
 from app.config import environment, state_dir
+from app.journal.journal import open_journal
 from app.key_service import open_keys
 from app.listening import open_listening_socket
 from engine.engine import open_engine
@@ -33,15 +35,18 @@ async def serve(settings: Settings) -> int:
         RelevoError: a setting is wrong, the port is taken or the model cannot be loaded.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    async with open_keys(settings, state_dir(settings, environment())) as keys, trio.open_nursery() as nursery:
+    folder = state_dir(settings, environment())
+    async with open_keys(settings, folder) as keys, open_journal(folder) as journal, trio.open_nursery() as nursery:
         Callers(settings, keys.keyring)  # unknown names of keys are refused before the model is loaded
         with open_listening_socket(settings.server.host, settings.server.port) as listener:
             # Loading lets go of the interpreter for about half of its time: enough to import Quart and the routes.
             nursery.start_soon(partial(trio.to_thread.run_sync, import_module, "app.server", abandon_on_cancel=True))
-            async with open_engine(settings.engine_config()) as engine:
+            # Changes of the settings are counted on from where the last process came to.
+            config = replace(settings.engine_config(), first_generation=journal.audit.generation)
+            async with open_engine(config) as engine:
                 from app.server import serve_engine
 
-                await serve_engine(settings, engine, listener, keys)
+                await serve_engine(settings, engine, listener, keys, journal)
     # Only now: a hung step holds the engine's end, too.
     faulthandler.cancel_dump_traceback_later()
     return 0

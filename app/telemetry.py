@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import trio
 
 from app.history import History, make_point
+from app.journal.journal import Journal
+from app.journal.recorder import Recorder
 from app.render.palette import Palette
 from app.render.scene import Scene
 from app.render.table import NUM_STEPS
@@ -64,13 +66,21 @@ class Telemetry:
         engine: asked for its snapshot; never awaited.
         tick_seconds: time between two looks.
         process: what the process adds to the engine's snapshot, such as `loop_lag_seconds`.
+        journal: keeps what was seen, and has the events; without one a journal in memory is made.
     """
 
     def __init__(
-        self, engine: Watched, tick_seconds: float = 1.0, *, process: Callable[[], Mapping[str, Any]] | None = None
+        self,
+        engine: Watched,
+        tick_seconds: float = 1.0,
+        *,
+        process: Callable[[], Mapping[str, Any]] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.engine = engine
         self._process = process
+        self.journal = Journal() if journal is None else journal
+        self._recorder = Recorder(self.journal)
         self.tick_seconds = tick_seconds
         self.history = History()
         self.num_watchers = 0
@@ -101,6 +111,7 @@ class Telemetry:
         self._palette.update(_in_sight(snapshot), _seated(snapshot))
         self._snapshot = snapshot
         self._drawn = False
+        self._recorder.look(now, snapshot, self.engine.health())
         if self.num_watchers:
             self._draw()
         self._wake()
@@ -183,6 +194,9 @@ class Telemetry:
             reason=health.reason,
             model=model.name,
             details=(model.dtype,),
+            events=self.journal.events,
+            problem=self.journal.problem,
+            wall=self.journal.wall(),
         )
 
 

@@ -25,7 +25,7 @@ class Limits:
     Attributes:
         max_num_seqs: sequences that may run at the same time (seats).
         max_num_batched_tokens: tokens computed in one step over all sequences.
-        generation: counts the changes; 0 is the start-up value.
+        generation: counts the changes; at the start it is `EngineConfig.first_generation`.
         long_prefill_token_threshold: tokens that one sequence may compute in a step; 0 is no limit of its own.
         policy: when newcomers sit down: `continuous`, `static` or `dynamic`; `static_dropped` is there to compare with.
         admission: how much memory a newcomer must find: `on_demand`, `reserve` or `predicted`.
@@ -66,8 +66,10 @@ class EngineConfig:
         max_waiting: requests that may wait, in each class of work.
         max_waiting_tokens: prompt tokens that may wait, in each class of work.
         slow_client_seconds: a reader that takes nothing for so long is aborted.
+        keep_request_texts: the tokens of requests that have ended can be looked at for a while.
         slo: what interactive work was promised.
         slo_background: what background work was promised.
+        first_generation: the number that changes of the limits are counted from.
     """
 
     model: str = "smollm2-135m"
@@ -92,8 +94,10 @@ class EngineConfig:
     max_waiting: int = 256
     max_waiting_tokens: int = 262_144
     slow_client_seconds: float = 30.0
+    keep_request_texts: bool = False
     slo: SloTargets = field(default_factory=SloTargets)
     slo_background: SloTargets = NO_TARGETS
+    first_generation: int = 0
 
     @property
     def limits(self) -> Limits:
@@ -101,6 +105,7 @@ class EngineConfig:
         return Limits(
             self.max_num_seqs,
             self.max_num_batched_tokens,
+            self.first_generation,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             policy=self.policy,
             admission=self.admission,

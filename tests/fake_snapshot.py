@@ -7,6 +7,7 @@ real engine would not, such as hostile names.
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
@@ -66,6 +67,7 @@ class FakeEngine:
     running: list[FakeRequest] = field(default_factory=list)
     finished: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
+    produced: Counter[str] = field(default_factory=Counter)
     policies: dict[str, Any] = field(default_factory=dict)
     is_switching: bool = False
 
@@ -112,6 +114,7 @@ class FakeEngine:
             self._arrive()
             if self.running or self.waiting:
                 produced += self._run_step()
+        self.produced += produced
         for name, rate in self.rates.items():
             rate.append(produced[name])
 
@@ -243,6 +246,7 @@ class FakeEngine:
             "dropped_results": 0,
             "useful_row_share": 1.0 if self.step else None,
             "tokens_per_second": {name: sum(rate) / len(rate) for name, rate in self.rates.items()},
+            "tokens": {name: self.produced[name] for name in self.rates},
             "latency": {name: window.summary(self.now) for name, window in self.windows.items()},
             "background": {
                 "latency": {name: SlidingWindow().summary(self.now) for name in self.windows},
@@ -287,12 +291,18 @@ class FakeEngine:
 
 def watched(engine: FakeEngine, seconds: int = 600) -> Any:
     """Telemetry that has looked at `engine` once a second for `seconds`; for use inside trio."""
+    from app.audit import AuditEntry, timestamp
+    from app.journal.journal import Journal
     from app.telemetry import Telemetry
 
-    telemetry = Telemetry(engine)
+    began = time.time() - seconds
+    journal = Journal(wall=lambda: began + engine.now)
+    telemetry = Telemetry(engine, journal=journal)
     for second in range(seconds):
         if engine.mode == "busy" and second == 500:
             engine.seats, engine.generation = engine.seats + 2, engine.generation + 1
+            change = {"max_num_seqs": (engine.seats - 2, engine.seats)}
+            journal.audit.add(AuditEntry(engine.generation, timestamp(journal.wall()), "admin", change, "more guests"))
         engine.advance()
         telemetry.tick(engine.now)
     return telemetry

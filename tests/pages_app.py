@@ -15,7 +15,7 @@ from hypercorn.config import Config
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from app.audit import AuditLog
+from app.history_pages import history_blueprint
 from app.live_config import LiveConfig
 from app.pages import pages_blueprint
 from app.render.templates import make_environment
@@ -24,11 +24,14 @@ from tests.fake_snapshot import FakeEngine, watched
 
 def make_pages_app(engine: FakeEngine, telemetry: Any) -> tuple[QuartTrio, LiveConfig]:
     """Pages, settings and history; no model behind the chat. The settings want to be run."""
-    audit = AuditLog()
-    live: Any = LiveConfig(engine, audit)  # type: ignore[arg-type]
-    context: Any = SimpleNamespace(engine=engine, telemetry=telemetry, audit=audit, live=live, stats=engine.snapshot)
+    journal = telemetry.journal
+    live: Any = LiveConfig(engine, journal.audit)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(
+        engine=engine, telemetry=telemetry, journal=journal, live=live, stats=engine.snapshot
+    )
     app = QuartTrio("pages", static_folder=None)
     app.register_blueprint(pages_blueprint(context))
+    app.register_blueprint(history_blueprint(context))
     templates = make_environment()
 
     @app.patch("/admin/config")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import trio
 
 from app.config import Settings
+from app.journal.journal import open_journal
 from app.key_service import open_keys
 from app.listening import open_listening_socket
 from app.server import serve_engine
@@ -28,9 +30,11 @@ async def serve(options: dict[str, Any]) -> None:
     config = fake_config(**options.pop("limits", {}))
     with TemporaryDirectory() as temporary, open_listening_socket("127.0.0.1", options.pop("port", 0)) as listener:
         folder = Path(settings.server.state_dir or temporary)
-        async with open_keys(settings, folder) as keys, open_fake_engine(config, **options) as engine:
-            print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-            await serve_engine(settings, engine, listener, keys)
+        async with open_keys(settings, folder) as keys, open_journal(folder) as journal:
+            config = replace(config, first_generation=journal.audit.generation)
+            async with open_fake_engine(config, **options) as engine:
+                print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+                await serve_engine(settings, engine, listener, keys, journal)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from app.render.svg import axis_svg, band_paths, line_path, nice_ceiling, number, svg, text
 
@@ -17,6 +17,14 @@ TOP = 8
 BOTTOM = 8
 AXIS_WIDTH = 48  # the longest label is like "500 ms"
 WIDTH = 600.0
+
+
+class Mark(NamedTuple):
+    """An event on a chart: its position, 0 to 1, its kind and what hovering tells."""
+
+    position: float
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class Chart:
         word: prints a value of the axis.
         target: a promised limit, drawn dashed.
         ceiling: top of the axis where it is known beforehand.
-        marks: positions of setting changes, 0 to 1.
+        marks: events.
     """
 
     title: str
@@ -54,7 +62,7 @@ class Chart:
     band: bool = False
     target: float | None = None
     ceiling: float | None = None
-    marks: Sequence[float] = ()
+    marks: Sequence[Mark] = ()
 
 
 def draw_chart(chart: Chart) -> Markup:
@@ -68,7 +76,7 @@ def draw_chart(chart: Chart) -> Markup:
         plot.append(f'<path class="band" d="{band_paths(xs, heights[0], heights[-1])}"/>')
     if chart.target is not None and chart.target <= top:
         plot.append(f'<path class="target" d="M0 {number(_y(chart.target, top))}H{number(WIDTH)}"/>')
-    plot += [f'<path class="mark" d="M{number(x * WIDTH)} 0V{HEIGHT}"/>' for x in chart.marks]
+    plot += [_draw_mark(mark) for mark in chart.marks]
     for line, ys in zip(chart.lines, heights, strict=True):
         plot.append(f'<path class="line {line.css}" d="{line_path(zip(xs, ys, strict=True))}"/>')
     drawing = svg("lines", plot, height=HEIGHT, label=_describe(chart), view_box=f"0 0 600 {HEIGHT}")
@@ -84,6 +92,13 @@ def sparkline(values: Sequence[float | None], css: str = "") -> Markup:
     points = ((index * step, None if v is None else 25 - 23 * v / top) for index, v in enumerate(values))
     path = f'<path class="line {css}" d="{line_path(points)}"/>'
     return svg("spark", [path], height=26, label="", view_box="0 0 600 26")
+
+
+def _draw_mark(mark: Mark) -> str:
+    """A line from top to bottom, and around it an invisible one that is wide enough to be hit."""
+    path = f"M{number(mark.position * WIDTH)} 0V{HEIGHT}"
+    title = f"<title>{escape(mark.text)}</title>"
+    return f'<g class="event {mark.kind}"><path class="mark" d="{path}"/><path class="reach" d="{path}"/>{title}</g>'
 
 
 def _top_of(chart: Chart) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from app.journal.events import EventLog
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +28,8 @@ class Scene:
     Attributes:
         ready: whether new requests are taken; `reason` says why not.
         model: served name; `details` are short facts beside it.
+        events: what happened; `problem` says why it does not outlive the process.
+        wall: the time of the frame, in seconds since the epoch.
     """
 
     snapshot: Mapping[str, Any]
@@ -36,6 +40,9 @@ class Scene:
     reason: str | None
     model: str
     details: tuple[str, ...] = ()
+    events: EventLog = field(default_factory=EventLog)
+    problem: str | None = None
+    wall: float = 0.0
 
     @property
     def promises(self) -> dict[str, Promise]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.render import numbers
 from app.render.charts import Chart, Line, draw_chart
+from app.render.events import chart_marks, event_variables
 from app.render.figures import count_groups, latency_rows, slo_words
 from app.render.requests import memory_variables, request_variables
 from app.render.table import draw_table
@@ -41,7 +42,7 @@ def table_of(scene: Scene) -> TablePicture:
 def charts_of(scene: Scene) -> list[dict[str, Any]]:
     """The charts of the last ten minutes, each with a caption."""
     history, targets, total = scene.history, scene.targets, scene.snapshot["kv"]["total"]
-    points, marks = history.merged(), history.changes()
+    points, marks = history.merged(), chart_marks(scene)
     positions = [history.position(point.time) for point in points]
 
     def latency(title: str, quantiles: Sequence[Quantiles], target: float | None) -> dict[str, Any]:
@@ -93,4 +94,5 @@ PARTS: dict[str, Callable[[Scene], dict[str, Any]]] = {
     "requests": lambda scene: request_variables(scene),
     "memory": lambda scene: memory_variables(scene),
     "counts": lambda scene: {"groups": count_groups(scene.snapshot)},
+    "events": lambda scene: event_variables(scene),
 }

@@ -20,6 +20,7 @@ from tests.fakes import fake_config, open_fake_engine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from app.journal.journal import Journal
     from app.key_service import KeyService
     from engine.engine import Engine
 
@@ -76,12 +77,13 @@ async def open_server(
     *,
     limits: dict[str, Any] | None = None,
     keys: KeyService | None = None,
+    journal: Journal | None = None,
     **fake: Any,
 ) -> AsyncIterator[Server]:
     """Serve on a free port of this machine. `limits` go to the engine's configuration, `fake` to the fake engine."""
     fake = {"step_seconds": 0.001, **fake}
     async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
-        context = make_context(settings or make_settings(), engine, Lifecycle(), keys)
+        context = make_context(settings or make_settings(), engine, Lifecycle(), keys, journal)
         nursery.start_soon(context.live.run)
         nursery.start_soon(context.keys.run)
         with open_listening_socket("127.0.0.1", 0) as listener:

@@ -1,0 +1,162 @@
+"""`/ops/history`: the charts of a month, the same as JSON and as CSV."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+from quart import Blueprint, Response, jsonify, request
+
+from app.errors import ApiError
+from app.journal.reading import Question, choose_step
+from app.journal.rows import LATENCIES
+from app.journal.series import csv_head, csv_lines, make_series
+from app.journal.store import KEPT_ROWS, MINUTE, SECOND
+from app.render.history import history_variables
+from app.render.templates import make_environment
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from quart.typing import ResponseReturnValue
+
+    from app.http import Context
+
+HOUR: Final = 3600
+RANGES: Final = {
+    900: "15 min", HOUR: "1 h", 6 * HOUR: "6 h", 24 * HOUR: "day", 7 * 24 * HOUR: "week", 31 * 24 * HOUR: "month",
+}  # fmt: skip
+LEAST_RANGE, MOST_RANGE = 10, 366 * 24 * HOUR
+POINTS: Final = 600
+LEAST_POINTS, MOST_POINTS = 2, 4000
+MOST_EVENTS: Final = 500
+PAGE_EVENTS: Final = 50
+TABLE_ROWS: Final = 24
+CSV_CHUNK: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The time that is asked for, in seconds since the epoch; `is_live` where it ends now."""
+
+    start: int
+    end: int
+    is_live: bool
+
+    @property
+    def seconds(self) -> int:
+        """Its length."""
+        return self.end - self.start
+
+
+def history_blueprint(context: Context) -> Blueprint:
+    """The routes, bound to `context`."""
+    pages = Blueprint("history", __name__)
+    template = make_environment().get_template("history.html")
+    journal, targets = context.journal, context.engine.config.slo
+
+    @pages.get("/ops/history")
+    async def show() -> Response:
+        span = parse_span(request.args, journal.wall())
+        answer = await journal.ask(Question(span.start, span.end, TABLE_ROWS))
+        events = await journal.ask_events(span.start, span.end, PAGE_EVENTS)
+        variables = history_variables(answer, events, span.start, span.end)
+        query = f"from={span.start}&to={span.end}"
+        html = template.render(
+            page="ops", state_html=context.telemetry.draw_part("state"), span=span, ranges=RANGES, query=query,
+            problem=journal.problem, **variables,
+        )  # fmt: skip
+        return Response(html, content_type="text/html; charset=utf-8", headers={"Cache-Control": "no-store"})
+
+    @pages.get("/ops/history.json")
+    async def as_json() -> ResponseReturnValue:
+        span = parse_span(request.args, journal.wall())
+        points = _whole("points", request.args.get("points", POINTS), LEAST_POINTS, MOST_POINTS)
+        answer = await journal.ask(Question(span.start, span.end, points))
+        events = await journal.ask_events(span.start, span.end, MOST_EVENTS)
+        return jsonify({
+            "from": span.start,
+            "to": span.end,
+            "step_seconds": answer.step,
+            "kept_seconds": {"seconds": KEPT_ROWS[SECOND] * SECOND, "minutes": KEPT_ROWS[MINUTE] * MINUTE},
+            "problem": journal.problem,
+            "targets": {f"{name}_p95_seconds": asdict(targets)[f"{name}_p95_seconds"] for name in LATENCIES},
+            "series": make_series(answer),
+            "events": [event.as_json() for event in events],
+        })  # fmt: skip
+
+    @pages.get("/ops/history.csv")
+    async def as_csv() -> Response:
+        span = parse_span(request.args, journal.wall())
+        step = None
+        if "points" in request.args:
+            points = _whole("points", request.args["points"], LEAST_POINTS, KEPT_ROWS[SECOND])
+            step = choose_step(span.start, span.end, points)
+        name = f"relevo-{_file_time(span.start)}-{_file_time(span.end)}.csv"
+        headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
+        return Response(lines(span, step), content_type="text/csv; charset=utf-8", headers=headers)
+
+    async def lines(span: Span, step: int | None) -> AsyncIterator[bytes]:
+        """A few thousand rows at a time, each time asked anew: a slow reader holds nothing."""
+        yield csv_head().encode()
+        start, step = span.start, step or SECOND
+        while True:
+            answer = await journal.ask(Question(start, span.end, CSV_CHUNK, step))
+            if not answer.rows:
+                return
+            yield csv_lines(answer.rows).encode()
+            # Where seconds are no longer kept the rest is in minutes, too.
+            step = answer.step
+            start = int(answer.rows[-1][0] or 0) + step
+
+    return pages
+
+
+def parse_span(args: Mapping[str, str], now: float) -> Span:
+    """The time that a request asks for: `from` and `to`, or `range` seconds that end now; an hour without either.
+
+    Raises:
+        ApiError: 400, it is no time, or too short or too long a one.
+    """
+    if "from" not in args and "to" not in args:
+        length = _whole("range", args.get("range", HOUR), LEAST_RANGE, MOST_RANGE)
+        end = math.ceil(now)  # what has just happened is in it
+        return Span(end - length, end, is_live=True)
+    end = _moment("to", args["to"]) if "to" in args else math.ceil(now)
+    start = _moment("from", args["from"]) if "from" in args else end - HOUR
+    if not LEAST_RANGE <= end - start <= MOST_RANGE:
+        message = f"'to' must be {LEAST_RANGE} to {MOST_RANGE} seconds after 'from'."
+        raise ApiError(400, message, param="to", code="invalid_range")
+    return Span(start, end, is_live=False)
+
+
+def _moment(name: str, text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(text)
+            value = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):
+            value = -1.0
+    if not 0 <= value < 253_402_300_800:  # the year 10000, which dates do not know
+        message = f"'{name}' must be a time: seconds since the epoch, or ISO 8601 like 2026-01-31T12:00:00Z."
+        raise ApiError(400, message, param=name, code="invalid_time")
+    return int(value)
+
+
+def _whole(name: str, text: str | int, least: int, most: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        message = f"'{name}' must be a whole number from {least} to {most}."
+        raise ApiError(400, message, param=name, code="invalid_value")
+    return value
+
+
+def _file_time(seconds: int) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y%m%dT%H%M%SZ}"

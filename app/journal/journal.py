@@ -1,0 +1,298 @@
+"""The actor that keeps what outlives the process.
+
+Whoever has something to keep hands it over and goes on: `put_…` never waits. It is written in batches, by one thread at
+a time. What cannot be written waits in memory, bounded, and is tried again; the server never waits for the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from app.audit import AuditLog, make_id
+from app.journal.events import MAX_EVENTS, Event, EventLog, describe_change
+from app.journal.reading import Answer, read_events, read_rows
+from app.journal.store import Batch, DamagedError, Loaded, StoreError, open_store, set_aside
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from app.audit import AuditEntry
+    from app.journal.reading import Question
+    from app.journal.rows import Row
+    from app.journal.store import Store
+
+log = logging.getLogger("relevo.history")
+
+FLUSH_SECONDS: Final = 5.0
+RETRY_SECONDS: Final = 10.0
+PRUNE_SECONDS: Final = 300.0
+# A disk that takes longer is said to hang; the end of the process waits no longer for it either.
+SLOW_SECONDS: Final = 10.0
+CLOSE_SECONDS: Final = 3.0
+MAX_UNWRITTEN_ROWS: Final = 3600
+MAX_READERS: Final = 2
+
+
+class Journal:
+    """What is kept, and the only way to it.
+
+    Args:
+        folder: where the file is; `None` keeps everything in memory alone.
+        wall: seconds since the epoch.
+
+    Attributes:
+        audit: the changes of the settings.
+        events: the last events.
+        num_failures: times that the disk did not take what it should.
+        num_dropped_rows: seconds of the history that were lost because it did not for too long.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        wall: Callable[[], float] = time.time,
+        open_: Callable[[Path], Store] = open_store,
+    ) -> None:
+        self._folder = folder
+        self._open = open_
+        self.wall = wall
+        self.audit = AuditLog(keep=self._keep_entry)
+        self.events = EventLog()
+        self.num_failures = 0
+        self.num_dropped_rows = 0
+        self.running, self.waiting = 0, 0
+        self._problem: str | None = None if folder is not None else "no folder was opened for it"
+        self._store: Store | None = None
+        self._rows: deque[Row] = deque()
+        self._waiting = Batch()
+        self._in_flight = Batch()
+        self._writing_since: float | None = None
+        self._pruned = -PRUNE_SECONDS
+        self._wake = trio.Event()
+        self._one_at_a_time = trio.CapacityLimiter(1)
+        self._readers = trio.CapacityLimiter(MAX_READERS)
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing outlives the process just now; `None` where all is well."""
+        since = self._writing_since
+        if since is not None and trio.current_time() - since > SLOW_SECONDS:
+            return f"the disk has not answered for {trio.current_time() - since:.0f} s"
+        return self._problem
+
+    def stats(self) -> dict[str, Any]:
+        """How it is with the history, for `/ops/stats.json`."""
+        return {
+            "problem": self.problem,
+            "write_failures": self.num_failures,
+            "dropped_rows": self.num_dropped_rows,
+            "unwritten_rows": len(self._rows) + len(self._in_flight.rows),
+        }
+
+    def put_row(self, row: Row) -> None:
+        """Keep a second."""
+        self._rows.append(row)
+        self._bound()
+
+    def put_event(self, event: Event) -> None:
+        """Keep an event, or what is known of it now."""
+        self.events.put(event)
+        self._waiting.events[event.event_id] = event
+        self._bound()
+        self._wake.set()
+
+    def note(self, kind: str, text: str) -> None:
+        """Keep an event of this moment."""
+        self.put_event(Event(make_id(), kind, self.wall(), text, running=self.running, waiting=self.waiting))
+
+    def _keep_entry(self, entry: AuditEntry) -> None:
+        fresh = entry.entry_id not in self._waiting.entries and entry.reverted is None
+        self._waiting.entries[entry.entry_id] = entry
+        self._bound()
+        self._wake.set()
+        if fresh and entry.changes:
+            self.note("revert" if entry.who == "ttl" else "config", describe_change(entry))
+
+    async def load(self) -> Loaded:
+        """Open the file and read what earlier processes left; a file that cannot be opened is told of, and no more."""
+        if self._folder is None:
+            return Loaded()
+        try:
+            loaded = await trio.to_thread.run_sync(self._open_and_load, limiter=self._one_at_a_time)
+        except StoreError as error:
+            self._failed(error)
+            return Loaded()
+        self.audit = AuditLog(loaded.entries, self._keep_entry)
+        self.events = EventLog(loaded.events)
+        return loaded
+
+    async def run(self) -> None:
+        """Write what there is, for ever."""
+        while True:
+            with trio.move_on_after(FLUSH_SECONDS):
+                await self._wake.wait()
+            self._wake = trio.Event()
+            if not await self.flush() and self._folder is not None:
+                await trio.sleep(RETRY_SECONDS)
+
+    async def flush(self) -> bool:
+        """Write what there is now.
+
+        Returns:
+            Whether it is written.
+        """
+        if self._folder is None:
+            return False
+        batch = self._take()
+        self._writing_since = trio.current_time()
+        try:
+            await trio.to_thread.run_sync(
+                partial(self._write, batch), limiter=self._one_at_a_time, abandon_on_cancel=True
+            )
+        except StoreError as error:
+            self._give_back(batch)
+            await self._cope(error, self._store)
+            return False
+        except trio.Cancelled:
+            self._give_back(batch)  # perhaps it is written all the same; writing it twice changes nothing
+            raise
+        finally:
+            self._writing_since = None
+        self._in_flight = Batch()
+        if self._problem is not None:
+            log.warning("the history is written again")
+        self._problem = None
+        return True
+
+    async def ask(self, question: Question) -> Answer:
+        """The history of a span of time, with what has not come to the disk yet; where that fails, only the latter."""
+        rows, store = [*self._in_flight.rows, *self._rows], self._store
+        if store is not None:
+            try:
+                return await trio.to_thread.run_sync(read_rows, store.path, rows, question, limiter=self._readers)
+            except StoreError as error:
+                await self._cope(error, store)
+        return await trio.to_thread.run_sync(read_rows, None, rows, question, limiter=self._readers)
+
+    async def ask_events(self, start: float, end: float, number: int) -> list[Event]:
+        """The last `number` events of a span of time, oldest first."""
+        kept, store = {}, self._store
+        if store is not None:
+            try:
+                kept = {
+                    event.event_id: event
+                    for event in await trio.to_thread.run_sync(
+                        read_events, store.path, start, end, number, limiter=self._readers
+                    )
+                }
+            except StoreError as error:
+                await self._cope(error, store)
+        kept |= {event.event_id: event for event in self.events if start <= event.time <= end}
+        return sorted(kept.values(), key=lambda event: event.time)[-number:]
+
+    async def close(self) -> None:
+        """Write the last and let go of the file; a disk that does not answer is not waited for."""
+        with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS) as scope:
+            await self.flush()
+            if self._store is not None:
+                await trio.to_thread.run_sync(self._store.close, limiter=self._one_at_a_time, abandon_on_cancel=True)
+        if scope.cancelled_caught:
+            log.warning("the last of the history could not be written: the disk does not answer")
+
+    def _bound(self) -> None:
+        while len(self._rows) > MAX_UNWRITTEN_ROWS:
+            self._rows.popleft()
+            self.num_dropped_rows += 1
+        for kept in (self._waiting.entries, self._waiting.events):
+            while len(kept) > MAX_EVENTS:
+                del kept[next(iter(kept))]
+
+    def _take(self) -> Batch:
+        self._waiting.rows, self._rows = [*self._rows], deque()
+        self._in_flight, self._waiting = self._waiting, Batch()
+        return self._in_flight
+
+    def _give_back(self, batch: Batch) -> None:
+        self._in_flight = Batch()
+        self._rows.extendleft(reversed(batch.rows))
+        self._waiting.entries = batch.entries | self._waiting.entries
+        self._waiting.events = batch.events | self._waiting.events
+        self._bound()
+
+    def _write(self, batch: Batch) -> None:
+        """On a worker thread."""
+        if self._store is not None and not self._store.is_there:
+            self._store.close()
+            self._store = None
+        if self._store is None:
+            assert self._folder is not None
+            self._store = self._open(self._folder)
+        if batch:
+            self._store.write(batch)
+        if batch.rows and abs(float(batch.rows[-1][0] or 0) - self._pruned) >= PRUNE_SECONDS:
+            self._store.prune()
+            self._pruned = float(batch.rows[-1][0] or 0)
+
+    def _open_and_load(self) -> Loaded:
+        """On a worker thread."""
+        assert self._folder is not None
+        for _ in range(2):
+            try:
+                self._store = self._open(self._folder)
+                return self._store.load()
+            except DamagedError as error:
+                self._set_aside(error, self._store)
+        raise StoreError("a new file could not be begun")
+
+    async def _cope(self, error: StoreError, store: Store | None) -> None:
+        """Begin a damaged file anew, with the changes and events that memory holds; of anything else only tell."""
+        if isinstance(error, DamagedError):
+            try:
+                await trio.to_thread.run_sync(self._set_aside, error, store, limiter=self._one_at_a_time)
+            except StoreError as failure:
+                error = failure
+            else:
+                self._waiting.entries = {entry.entry_id: entry for entry in self.audit.entries} | self._waiting.entries
+                self._waiting.events = {event.event_id: event for event in self.events} | self._waiting.events
+                self._wake.set()
+        self._failed(error)
+
+    def _set_aside(self, error: DamagedError, store: Store | None) -> None:
+        """On a worker thread. Nothing is done where somebody else has done it."""
+        assert self._folder is not None
+        if self._store is not store:
+            return
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        log.warning("the history is damaged (%s) and begun anew; it was moved to %s", error, set_aside(self._folder))
+
+    def _failed(self, error: StoreError) -> None:
+        self.num_failures += 1
+        if self._problem is None:
+            log.warning("the history cannot be written, which is tried again: %s", error)
+        self._problem = str(error)
+
+
+@asynccontextmanager
+async def open_journal(folder: Path) -> AsyncIterator[Journal]:
+    """The journal of a folder; the caller runs it."""
+    journal = Journal(folder)
+    await journal.load()
+    newest = journal.events.latest(1)
+    unsaid = " after an end that was not told of" if newest and newest[0].kind != "stop" else ""
+    journal.note("start", f"The server starts{unsaid}")
+    try:
+        yield journal
+    finally:
+        journal.note("stop", "The server has ended")
+        await journal.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
 
-from engine.stats import nearest_rank
+from engine.samples import nearest_rank
 from engine.stepper import open_stepper
 
 if TYPE_CHECKING:

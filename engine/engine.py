@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig, Limits
     from engine.errors import RelevoError
+    from engine.experience import Course
     from engine.grammar.compiler import GrammarCompiler
     from engine.handle import GenerationRequest
     from engine.loaded import ChatTemplateLike, LoadedModel, TokenizerLike
@@ -251,6 +252,14 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         """The numbers of `/ops/stats.json`, true now."""
         return self._report.snapshot(trio.current_time(), self.limits)
+
+    def experience(self, window_seconds: int) -> dict[str, Any]:
+        """What the snapshot says of the last five minutes, of another window (`engine.timeline.WINDOWS`) instead."""
+        return self._report.experience(trio.current_time(), window_seconds)
+
+    def course(self, window_seconds: int) -> Course:
+        """What interactive work met in a window, column by column."""
+        return self._report.course(trio.current_time(), window_seconds)
 
     def table(self, num_steps: int) -> dict[str, Any]:
         """`table` of the snapshot with its last steps alone; costs a small part of the whole."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from operator import itemgetter
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAX_PART: Final = 256
 MIN_PART: Final = 64
@@ -19,9 +22,10 @@ class Ordered:
     of that must come from memory again, where a model's step has emptied the processor's caches of it.
     """
 
-    def __init__(self) -> None:
-        self._parts: list[list[float]] = []  # none is empty
-        self._size = 0
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        ordered, size = sorted(values), MAX_PART // 2
+        self._parts = [ordered[first : first + size] for first in range(0, len(ordered), size)]  # none is empty
+        self._size = len(ordered)
 
     def __len__(self) -> int:
         return self._size

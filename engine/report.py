@@ -6,18 +6,21 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.experience import all_experience, course
 from engine.handle import ABORT_CAUSES
 from engine.sequence import CLASSES
+from engine.timeline import DEFAULT_WINDOW
 from engine.waiting import served_by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from engine.config import EngineConfig, Limits
+    from engine.experience import Course
     from engine.scheduler import Scheduler
     from engine.scheduling import Scheduling
     from engine.sequence import Sequence
-    from engine.stats import ClassStats, Histogram, Stats
+    from engine.stats import Histogram, Stats
 
 WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "draining", "shared_prompt")
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -109,11 +112,18 @@ class Report:
                 "output": round(stats.output_rate.per_second(now), 2),
             },
             "tokens": {"prompt": stats.num_prompt_tokens, "output": stats.num_output_tokens},
-            **_experience(stats.interactive, now),
-            "background": _experience(stats.background, now),
+            **all_experience(stats, now, DEFAULT_WINDOW),
             "config": asdict(limits),
             "table": self._scheduling.log.table(limits),
         }
+
+    def experience(self, now: float, seconds: int) -> dict[str, Any]:
+        """What the snapshot says of the last five minutes, of another window instead."""
+        return all_experience(self._stats, now, seconds)
+
+    def course(self, now: float, seconds: int) -> Course:
+        """A window of interactive work, column by column."""
+        return course(self._stats.interactive, now, seconds)
 
     def metrics(self, limits: Limits) -> MetricsView:
         """The numbers of `/metrics`."""
@@ -219,15 +229,3 @@ def _places(groups: Mapping[str, list[Sequence]]) -> dict[str, dict[str, int]]:
     """How many of each group run and wait."""
     running = {name: sum([sequence.seat >= 0 for sequence in group]) for name, group in groups.items()}
     return {name: {"running": running[name], "waiting": len(group) - running[name]} for name, group in groups.items()}
-
-
-def _experience(work: ClassStats, now: float) -> dict[str, Any]:
-    """What one class of work met lately: `latency` and `slo`."""
-    return {
-        "latency": {name: window.summary(now) for name, window in work.windows.items()},
-        "slo": {
-            "targets": asdict(work.slo),
-            "attainment": {f"{name}_p95_seconds": share for name, share in work.attainment(now).items()},
-            "goodput_requests_per_second": round(work.good_rate.per_second(now), 4),
-        },
-    }

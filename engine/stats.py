@@ -1,4 +1,4 @@
-"""Counters, histograms, and exact percentiles over a sliding window. Time comes in as an argument."""
+"""Counters, histograms, and what users met over a sliding window. Time comes in as an argument."""
 
 from __future__ import annotations
 
@@ -8,25 +8,15 @@ from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.config import NO_TARGETS
-from engine.ordered import Ordered
+from engine.samples import Samples
+from engine.timeline import DEFAULT_WINDOW, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from engine.config import SloTargets
 
-WINDOW_SECONDS = 300.0
 RATE_SECONDS = 10.0
-MAX_SAMPLES = 32_768
-
-
-def nearest_rank(ordered: Seq[float] | Ordered, percent: int) -> float:
-    """The smallest of some samples that at least `percent` per cent of them do not exceed.
-
-    Args:
-        ordered: the samples, ascending; one at least.
-    """
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
 def _series(first: float, last: float) -> tuple[float, ...]:
@@ -55,47 +45,9 @@ HISTOGRAMS = {
     "request_num_preemptions": PREEMPTION_BOUNDS,
     "iteration_tokens_total": ITERATION_BOUNDS,
 }
-WINDOWS = ("ttft", "itl", "tpot", "e2e", "queue")
-
-
-class SlidingWindow:
-    """The samples of the last `seconds`, kept in order, so that percentiles are exact and cost nothing to ask.
-
-    At most `max_samples` are kept: under a faster stream the window is shorter, and says so.
-    """
-
-    def __init__(self, seconds: float = WINDOW_SECONDS, max_samples: int = MAX_SAMPLES) -> None:
-        self.seconds = seconds
-        self.max_samples = max_samples
-        self._arrived: deque[tuple[float, float]] = deque()
-        self._sorted = Ordered()
-
-    def add(self, now: float, value: float) -> None:
-        """Take a sample at time `now` (never decreasing)."""
-        self._arrived.append((now, value))
-        self._sorted.add(value)
-        if len(self._arrived) > self.max_samples:
-            self._drop_oldest()
-
-    def summary(self, now: float) -> dict[str, float | int | None]:
-        """Number of samples, percentiles (nearest rank; `None` without samples) and the seconds they cover."""
-        while self._arrived and self._arrived[0][0] < now - self.seconds:
-            self._drop_oldest()
-        count = len(self._sorted)
-        full = count == self.max_samples
-        return {
-            "count": count,
-            **{f"p{p}": self.percentile(p) for p in (50, 90, 95, 99)},
-            "window_seconds": round(now - self._arrived[0][0], 3) if full else self.seconds,
-        }
-
-    def percentile(self, p: int) -> float | None:
-        """The smallest sample that at least `p` per cent do not exceed."""
-        return nearest_rank(self._sorted, p) if self._sorted else None
-
-    def _drop_oldest(self) -> None:
-        _, value = self._arrived.popleft()
-        self._sorted.remove(value)
+LATENCIES = ("ttft", "itl", "tpot", "e2e", "queue")
+# Where a request's time goes; together they are all of it, but for what it spent at the door.
+SPENT = ("queue", "prefill", "decode", "preempted")
 
 
 class Rate:
@@ -164,6 +116,18 @@ class RequestTimes:
     num_output_tokens: int = 0
     num_gaps_over_target: int = 0
     num_preemptions: int = 0
+    preempted: float | None = None
+    prefill_stall: float = 0.0
+    decode_stall: float = 0.0
+
+    def sit_again(self, now: float) -> None:
+        """It sits again after a preemption; `prefill_stall` and `decode_stall` are what that cost it."""
+        if self.preempted is not None:
+            if self.first_token is None:
+                self.prefill_stall += now - self.preempted
+            else:
+                self.decode_stall += now - self.preempted
+            self.preempted = None
 
     @property
     def phase(self) -> str:
@@ -175,20 +139,27 @@ class RequestTimes:
 
 @dataclass
 class ClassStats:
-    """What one class of work met lately: exact latencies, and which requests were served within their targets."""
+    """What one class of work met lately: latencies, and how its requests ended.
+
+    Attributes:
+        windows: by the name of the latency.
+        outcomes: requests that came to their end: `finished`, `failed`, `good` (within every target); by target
+            `ttft_asked` and `ttft_met`, …; those that are `timed`, and their seconds by `SPENT`.
+    """
 
     slo: SloTargets
-    windows: dict[str, SlidingWindow] = field(default_factory=lambda: {name: SlidingWindow() for name in WINDOWS})
-    good_rate: Rate = field(default_factory=lambda: Rate(WINDOW_SECONDS))
-    attained: dict[str, deque[tuple[float, bool]]] = field(
-        default_factory=lambda: {name: deque(maxlen=MAX_SAMPLES) for name in ("ttft", "itl", "e2e")}
-    )
+    windows: dict[str, Samples] = field(default_factory=lambda: {name: Samples() for name in LATENCIES})
+    outcomes: Timeline[str] = field(default_factory=Timeline)
 
-    def attainment(self, now: float) -> dict[str, float | None]:
+    def attainment(self, now: float, seconds: int = DEFAULT_WINDOW) -> dict[str, float | None]:
         """Share of the window's finished requests that met each target; `None` without a target or a request."""
-        return {name: _share(samples, now) for name, samples in self.attained.items()}
+        total = self.outcomes.total(now, seconds)
+        return {
+            name: total[f"{name}_met"] / total[f"{name}_asked"] if total[f"{name}_asked"] else None
+            for name in ("ttft", "itl", "e2e")
+        }
 
-    def record_attainment(self, times: RequestTimes, now: float, *, failed: bool) -> None:
+    def record_end(self, times: RequestTimes, now: float, *, failed: bool) -> None:
         """A request meets the inter-token target when at most 5 % of its gaps are longer."""
         ttft = None if times.first_token is None else times.first_token - times.arrival
         gaps = max(1, times.num_output_tokens - 1)
@@ -197,11 +168,21 @@ class ClassStats:
             "itl": None if self.slo.itl_p95_seconds is None else times.num_gaps_over_target <= 0.05 * gaps,
             "e2e": _within(now - times.arrival, self.slo.e2e_p95_seconds),
         }
+        add = self.outcomes.add
+        add(now, "failed" if failed else "finished")
         for name, ok in met.items():
             if ok is not None:
-                self.attained[name].append((now, ok and not failed))
-        good = not failed and all(ok is not False for ok in met.values())
-        self.good_rate.add(now, 1.0 if good else 0.0)
+                add(now, f"{name}_asked")
+                if ok and not failed:
+                    add(now, f"{name}_met")
+        if not failed and all(ok is not False for ok in met.values()):
+            add(now, "good")
+        if times.seated is not None and times.first_token is not None and times.last_token is not None:
+            add(now, "timed")
+            add(now, "queue", times.seated - times.arrival)
+            add(now, "prefill", times.first_token - times.seated - times.prefill_stall)
+            add(now, "decode", times.last_token - times.first_token - times.decode_stall)
+            add(now, "preempted", times.prefill_stall + times.decode_stall)
 
 
 @dataclass
@@ -223,7 +204,7 @@ class Stats:
     rejected: Counter[str] = field(default_factory=Counter)
     aborted: Counter[tuple[str, str]] = field(default_factory=Counter)
     histograms: dict[str, Histogram] = field(default_factory=lambda: {k: Histogram(v) for k, v in HISTOGRAMS.items()})
-    step_seconds: SlidingWindow = field(default_factory=SlidingWindow)
+    step_seconds: Samples = field(default_factory=Samples)
     prompt_rate: Rate = field(default_factory=Rate)
     output_rate: Rate = field(default_factory=Rate)
     finish_rate: Rate = field(default_factory=lambda: Rate(60.0))
@@ -285,7 +266,7 @@ class Stats:
         if times.first_token is not None and times.last_token is not None and times.num_output_tokens > 1:
             tpot = (times.last_token - times.first_token) / (times.num_output_tokens - 1)
             self._record(times, "tpot", "request_time_per_output_token_seconds", now, tpot)
-        self.of(times).record_attainment(times, now, failed=reason == "error")
+        self.of(times).record_end(times, now, failed=reason == "error")
 
     def _record(self, times: RequestTimes, window: str, histogram: str, now: float, value: float) -> None:
         self.of(times).windows[window].add(now, value)
@@ -296,9 +277,3 @@ def _within(value: float | None, target: float | None) -> bool | None:
     if target is None:
         return None
     return value is not None and value <= target
-
-
-def _share(samples: deque[tuple[float, bool]], now: float) -> float | None:
-    while samples and samples[0][0] < now - WINDOW_SECONDS:
-        samples.popleft()
-    return sum(ok for _, ok in samples) / len(samples) if samples else None

@@ -93,10 +93,13 @@ class Streaming:
             if stream is not None and stream.times.seated is None:
                 stream.num_cached_tokens = num_cached_tokens
                 self._stats.record_seated(stream.times, result.planned)
+            elif stream is not None:
+                stream.times.sit_again(result.planned)
         for sequence_id in result.preempted:
             stream = self._streams.get(sequence_id)
             if stream is not None:
                 stream.times.num_preemptions += 1
+                stream.times.preempted = result.planned
         update = result.update
         told = {sequence_id: iter(entries) for sequence_id, entries in update.logprobs.items()}
         stopped = {ending.sequence_id for ending in update.endings if ending.reason is FinishReason.STOP}

@@ -11,11 +11,16 @@ import time
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.config import NO_TARGETS, Limits, SloTargets
+from engine.config import Limits, SloTargets
+from engine.experience import Course, all_experience, course
 from engine.sequence import CLASSES
-from engine.stats import SlidingWindow
+from engine.stats import RequestTimes, Stats
+from engine.timeline import DEFAULT_WINDOW
+
+if TYPE_CHECKING:
+    from engine.stats import ClassStats
 
 STEPS_A_SECOND = 9
 BLOCK_SIZE = 16
@@ -34,6 +39,7 @@ class FakeRequest:
     output: int = 0
     seat: int | None = None
     preemptions: int = 0
+    seated: float | None = None
     first: float | None = None
     last: float | None = None
 
@@ -74,9 +80,9 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.steps: deque[dict[str, Any]] = deque(maxlen=240)
-        self.windows = {name: SlidingWindow() for name in ("ttft", "itl", "tpot", "e2e", "queue")}
         self.rates = {"prompt": deque([0] * 10, 10), "output": deque([0] * 10, 10)}
         self.config = SimpleNamespace(slo=SloTargets())
+        self.stats = Stats(self.config.slo)
         self.model = SimpleNamespace(name=self.model_name, dtype="float32", context_length=2048)
         self.capacity = Limits(64, 1024)
         self.made = 0
@@ -163,9 +169,15 @@ class FakeEngine:
         for request in [r for r in self.running if r.output >= r.wanted]:
             self.running.remove(request)
             self.finished["length" if request.wanted >= 400 else "stop"] += 1
-            self.windows["e2e"].add(self.now, self.now - request.arrival)
+            met = self._met(request)
+            met.windows["e2e"].add(self.now, self.now - request.arrival)
             if request.output > 1 and request.first is not None:
-                self.windows["tpot"].add(self.now, (self.now - request.first) / (request.output - 1))
+                met.windows["tpot"].add(self.now, (self.now - request.first) / (request.output - 1))
+            times = RequestTimes(
+                request.arrival, request.background, request.prompt, request.seated, request.first, request.last,
+                request.output, decode_stall=0.4 * request.preemptions,
+            )  # fmt: skip
+            met.record_end(times, self.now, failed=False)
         return produced
 
     def _emit(self, request: FakeRequest) -> None:
@@ -173,10 +185,14 @@ class FakeEngine:
         noise = self.random.uniform(0.6, 1.25)
         if request.first is None:
             request.first = self.now
-            self.windows["ttft"].add(self.now, (self.now - request.arrival + 0.09) * noise)
+            self._met(request).windows["ttft"].add(self.now, (self.now - request.arrival + 0.09) * noise)
         else:
-            self.windows["itl"].add(self.now, (self.now - (request.last or 0)) * noise * (1 + len(self.waiting) / 30))
+            gap = (self.now - (request.last or 0)) * noise * (1 + len(self.waiting) / 30)
+            self._met(request).windows["itl"].add(self.now, gap)
         request.last = self.now
+
+    def _met(self, request: FakeRequest) -> ClassStats:
+        return self.stats.background if request.background else self.stats.interactive
 
     def _make_room(self) -> list[str]:
         preempted = []
@@ -201,7 +217,9 @@ class FakeEngine:
             request = self.waiting.pop(0)
             request.seat = free.pop(0)
             self.running.append(request)
-            self.windows["queue"].add(self.now, self.now - request.arrival)
+            if request.seated is None:
+                request.seated = self.now
+                self._met(request).windows["queue"].add(self.now, self.now - request.arrival)
 
     def snapshot(self) -> dict[str, Any]:
         everybody = [*self.running, *self.waiting]
@@ -247,23 +265,16 @@ class FakeEngine:
             "useful_row_share": 1.0 if self.step else None,
             "tokens_per_second": {name: sum(rate) / len(rate) for name, rate in self.rates.items()},
             "tokens": {name: self.produced[name] for name in self.rates},
-            "latency": {name: window.summary(self.now) for name, window in self.windows.items()},
-            "background": {
-                "latency": {name: SlidingWindow().summary(self.now) for name in self.windows},
-                "slo": {
-                    "targets": asdict(NO_TARGETS),
-                    "attainment": {f"{name}_p95_seconds": None for name in ("ttft", "itl", "e2e")},
-                    "goodput_requests_per_second": 0.0,
-                },
-            },
-            "slo": {
-                "targets": asdict(self.config.slo),
-                "attainment": {"ttft_p95_seconds": 0.981, "itl_p95_seconds": 0.994, "e2e_p95_seconds": None},
-                "goodput_requests_per_second": 1.02,
-            },
+            **self.experience(DEFAULT_WINDOW),
             "config": asdict(self.limits),
             "table": {"seats": self.seats, "budget": self.budget, "steps": list(self.steps)},
         }  # fmt: skip
+
+    def experience(self, window_seconds: int) -> dict[str, Any]:
+        return all_experience(self.stats, self.now, window_seconds)
+
+    def course(self, window_seconds: int) -> Course:
+        return course(self.stats.interactive, self.now, window_seconds)
 
     def _places(self, requests: list[FakeRequest]) -> dict[str, int]:
         seated = sum(request.seat is not None for request in requests)

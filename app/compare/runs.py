@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.stats import nearest_rank
+from engine.samples import nearest_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

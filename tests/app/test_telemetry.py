@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from app.render import numbers
 from app.render.view import PARTS
 from app.telemetry import HEARTBEAT_SECONDS, Telemetry, encode_event
 from engine.handle import GenerationRequest, TextPrompt
@@ -177,7 +178,9 @@ async def test_numbers_on_the_page_are_those_of_the_snapshot() -> None:
     assert re.search(rf"used\s+{kv['used']}\s+cached\s+{kv['cached']}\s+free\s+{kv['free']}", text["memory"])
     assert f"{snapshot['requests']['running']} running · {snapshot['requests']['waiting']} waiting" in text["requests"]
     assert f"{snapshot['latency']['ttft']['count']}" in text["latency"]
-    assert "requests within target: first token 98 %, between tokens 99 % ·" in text["latency"]
+    met = [str(numbers.percent(snapshot["slo"]["attainment"][f"{name}_p95_seconds"])) for name in ("ttft", "itl")]
+    met = [share.replace("\N{NO-BREAK SPACE}", " ") for share in met]
+    assert f"requests within target: first token {met[0]}, between tokens {met[1]} ·" in text["latency"]
     assert re.search(rf"steps\s+{snapshot['step']['count']:,}", text["counts"])
     assert f"{snapshot['tokens_per_second']['output']:.0f}" in text["tiles"]
 

@@ -1,42 +1,12 @@
-"""Percentiles are exact over the window; counters and buckets count what they say."""
+"""Counters and buckets count what they say; how a request ended is told by class of work."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.config import SloTargets
-from engine.stats import Histogram, Rate, RequestTimes, SlidingWindow, Stats
-
-
-@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 100)), min_size=1, max_size=80), st.integers(1, 99))
-def test_percentiles_equal_a_sort_of_what_is_in_the_window(samples: list[tuple[float, float]], p: int) -> None:
-    window, now, inside = SlidingWindow(seconds=10.0), 0.0, []
-    for gap, value in samples:
-        now += gap
-        window.add(now, value)
-        inside.append((now, value))
-    summary = window.summary(now)
-    values = sorted(value for time, value in inside if time >= now - 10.0)
-    assert summary["count"] == len(values)
-    assert window.percentile(p) == values[max(0, math.ceil(len(values) * p / 100) - 1)]
-
-
-def test_a_full_window_says_how_far_it_reaches() -> None:
-    window = SlidingWindow(seconds=100.0, max_samples=10)
-    for second in range(20):
-        window.add(float(second), float(second))
-    summary = window.summary(20.0)
-    assert summary["count"] == 10
-    assert summary["window_seconds"] == 10.0
-    assert summary["p50"] == 14.0
-
-
-def test_an_empty_window_has_no_percentiles() -> None:
-    assert SlidingWindow().summary(0.0)["p95"] is None
+from engine.experience import course, experience
+from engine.stats import Histogram, Rate, RequestTimes, Stats
 
 
 def test_a_rate_forgets() -> None:
@@ -69,9 +39,9 @@ def test_a_request_counts_once_and_its_gaps_each() -> None:
     for now in (10.5, 10.6, 10.8):
         stats.record_token(times, now)
     stats.record_finish(times, 10.8, "stop")
-    assert stats.interactive.windows["ttft"].percentile(50) == pytest.approx(0.5)
+    assert stats.interactive.windows["ttft"].summary(11.0)["p50"] == pytest.approx(0.5)
     assert stats.interactive.windows["itl"].summary(11.0)["count"] == 2
-    assert stats.interactive.windows["tpot"].percentile(50) == pytest.approx(0.15)
+    assert stats.interactive.windows["tpot"].summary(11.0)["p50"] == pytest.approx(0.15)
     assert stats.finished == {"stop": 1}
     assert stats.interactive.attainment(11.0) == {"ttft": 1.0, "itl": 1.0, "e2e": None}
 
@@ -84,7 +54,7 @@ def test_a_request_misses_a_target_when_too_many_gaps_are_long() -> None:
         stats.record_token(times, 0.05 * token + (1.0 if token == 9 else 0.0))
     stats.record_finish(times, 2.0, "length")
     assert stats.interactive.attainment(2.0)["itl"] == 0.0
-    assert stats.interactive.good_rate.per_second(2.0) == 0.0
+    assert experience(stats.interactive, 2.0, 300)["slo"]["goodput_requests_per_second"] == 0.0
 
 
 def test_an_abort_is_counted_by_cause_and_phase() -> None:
@@ -109,3 +79,37 @@ def test_each_class_of_work_has_its_own_windows_and_targets_and_all_count_in_the
     assert stats.background.attainment(5.0) == {"ttft": 1.0, "itl": None, "e2e": None}
     assert stats.histograms["time_to_first_token_seconds"].cumulative()[-1] == ("+Inf", 3)
     assert stats.finished["stop"] == 3
+
+
+def test_where_the_time_went_adds_up_and_a_stall_is_told_apart() -> None:
+    stats = Stats(SloTargets())
+    times = RequestTimes(arrival=10.0)
+    stats.record_seated(times, 12.0)
+    times.preempted = 12.5
+    times.sit_again(13.0)
+    stats.record_token(times, 14.0)
+    times.preempted = 15.0
+    times.sit_again(18.0)
+    times.sit_again(19.0)
+    stats.record_token(times, 20.0)
+    stats.record_finish(times, 20.0, "stop")
+    spent = {
+        "requests": 1, "queue_seconds": 2.0, "prefill_seconds": 1.5, "decode_seconds": 3.0, "preempted_seconds": 3.5,
+    }  # fmt: skip
+    assert experience(stats.interactive, 21.0, 60)["spent"] == spent
+    assert course(stats.interactive, 21.0, 60).spent == {20.0: (1, 2.0, 1.5, 3.0, 3.5)}
+    assert experience(stats.interactive, 90.0, 60)["spent"]["requests"] == 0
+
+
+def test_rates_are_over_the_time_there_was() -> None:
+    stats = Stats(SloTargets(ttft_p95_seconds=1.0, itl_p95_seconds=None))
+    for second in range(20):
+        times = RequestTimes(arrival=float(second))
+        stats.record_seated(times, times.arrival)
+        stats.record_token(times, times.arrival + (0.5 if second % 2 else 2.0))
+        stats.record_finish(times, float(second + 2), "stop" if second % 4 else "error")
+    met = experience(stats.interactive, 22.0, 3600)
+    assert (met["ended"]["finished"], met["ended"]["failed"], met["ended"]["good"]) == (15, 5, 10)
+    assert met["ended"]["requests_per_second"] == 1.0
+    assert met["slo"]["goodput_requests_per_second"] == 0.5
+    assert met["slo"]["attainment"] == {"ttft_p95_seconds": 0.5, "itl_p95_seconds": None, "e2e_p95_seconds": None}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.stats import nearest_rank
+from engine.samples import nearest_rank
 from tests.bench.versus.client import NOT_FINISHED, NOT_SENT
 
 if TYPE_CHECKING:

@@ -1,0 +1,117 @@
+"""What users met lately, as the dashboard shows it: over one window, and column by column."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.samples import counted_ranks
+from engine.stats import LATENCIES, SPENT
+from engine.timeline import WIDTHS
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Mapping, Sequence
+
+    from engine.stats import ClassStats, Stats
+
+COURSE_PERCENTS = (50, 95, 99)
+
+
+class Quantiles(NamedTuple):
+    """Percentiles of one column in seconds, and how many samples they rest on; to within 1 %, from counts."""
+
+    p50: float
+    p95: float
+    p99: float
+    num_samples: int
+
+
+class Spent(NamedTuple):
+    """Where the time of the requests that ended in one column went, in seconds a request."""
+
+    requests: int
+    queue: float
+    prefill: float
+    decode: float
+    preempted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A window column by column; columns are named by where they begin, on the engine's clock, and may be missing.
+
+    Attributes:
+        now, seconds, width: the window's end and length, and the width of a column.
+        latency: percentiles, by the name of the latency.
+        gaps: number of gaps between tokens, by their bucket (`engine.samples.edge_of`).
+        spent: where the time went.
+    """
+
+    now: float
+    seconds: int
+    width: int
+    latency: Mapping[str, Mapping[float, Quantiles]]
+    gaps: Mapping[float, Mapping[int, int]]
+    spent: Mapping[float, Spent]
+
+
+def all_experience(stats: Stats, now: float, seconds: int) -> dict[str, Any]:
+    """What the snapshot says of a window: interactive work at the top, background work under its name."""
+    return {**experience(stats.interactive, now, seconds), "background": experience(stats.background, now, seconds)}
+
+
+def experience(work: ClassStats, now: float, seconds: int) -> dict[str, Any]:
+    """What one class of work met in the last `seconds`, one of `engine.timeline.WINDOWS`."""
+    total, covered = work.outcomes.total(now, seconds), work.outcomes.covered(now, seconds)
+    timed = total["timed"]
+    attainment = work.attainment(now, seconds)
+    return {
+        "latency": {name: samples.summary(now, seconds) for name, samples in work.windows.items()},
+        "slo": {
+            "targets": asdict(work.slo),
+            "attainment": {f"{name}_p95_seconds": share for name, share in attainment.items()},
+            "goodput_requests_per_second": round(total["good"] / covered, 4),
+        },
+        "ended": {
+            "finished": total["finished"],
+            "failed": total["failed"],
+            "good": total["good"],
+            "requests_per_second": round((total["finished"] + total["failed"]) / covered, 4),
+        },
+        "spent": {
+            "requests": timed,
+            **{f"{name}_seconds": round(total[name] / timed, 6) if timed else None for name in SPENT},
+        },
+    }
+
+
+def course(work: ClassStats, now: float, seconds: int) -> Course:
+    """The same window column by column, for pictures."""
+    gaps = work.windows["itl"].timeline.columns(now, seconds)
+    return Course(
+        now=now,
+        seconds=seconds,
+        width=WIDTHS[seconds],
+        latency={
+            name: {
+                column.start: _quantiles(column.counts) for column in work.windows[name].timeline.columns(now, seconds)
+            }
+            for name in LATENCIES
+        },
+        gaps={column.start: column.counts for column in gaps},
+        spent={
+            column.start: _spent(column.counts["timed"], [column.counts[name] for name in SPENT])
+            for column in work.outcomes.columns(now, seconds)
+            if column.counts["timed"]
+        },
+    )
+
+
+def _quantiles(counts: Counter[int]) -> Quantiles:
+    p50, p95, p99 = counted_ranks(counts, COURSE_PERCENTS)
+    return Quantiles(p50, p95, p99, counts.total())
+
+
+def _spent(requests: int, seconds: Sequence[float]) -> Spent:
+    return Spent(requests, *[total / requests for total in seconds])

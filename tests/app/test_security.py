@@ -190,7 +190,7 @@ async def test_the_pages_ask_once_and_keep_a_cookie() -> None:
         assert (foreign.status_code, foreign.json()["error"]["code"]) == (403, "cross_site")
         changed = await server.client.patch("/admin/config", json={"max_num_seqs": 3})
         assert changed.status_code == 200
-        assert server.context.audit.entries[-1].who == "admin"
+        assert server.context.journal.audit.entries[-1].who == "admin"
         await server.client.post("/logout")
         assert await status(server, "/ops") == 401
 

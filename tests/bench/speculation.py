@@ -17,6 +17,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from engine.batch import ScheduledBatch, Seated
 from engine.config import EngineConfig, Limits
 from engine.kv_cache import KVCache
 from engine.scheduler import Scheduler
@@ -114,6 +115,35 @@ def compare(
     return off, on
 
 
+def print_steps(model: LoadedModel, rounds: int) -> None:
+    """What drafts cost a step, as the number of rows that the step takes beside its rows: `STEP_ROWS`."""
+    length, size = 300, EngineConfig().block_size
+    prompt = tuple(i * 37 % 40_000 + 5 for i in range(length))
+    num_blocks = -(-(length + 20) // size)
+    for seat in range(8):
+        seated = (Seated(seat, seat + 1, prompt, length, SamplingParams(temperature=0.0)),)
+        blocks = ((seat, tuple(range(seat * num_blocks, (seat + 1) * num_blocks))),)
+        read = ScheduledBatch(1, (seat,), (seat + 1,), (0,), (length,), (False,), seated=seated, new_blocks=blocks)
+        model.runner.execute(read)
+    cases = {rows: [(0,), *more] for rows, more in ((1, [(1,), (3,), (7,)]), (4, [(1,), (3,), (1,) * 4]), (8, [(3,)]))}
+    seconds: dict[tuple[int, tuple[int, ...]], list[float]] = {}
+    for _ in range(rounds):
+        for rows, several in cases.items():
+            for lengths in several:
+                drafts = {row: (9,) * each for row, each in enumerate(lengths) if each}
+                columns = (tuple(range(rows)), tuple(range(1, rows + 1)), (length,) * rows, (1,) * rows)
+                batch = ScheduledBatch(2, *columns, samples=(True,) * rows, drafts=drafts)
+                begin = time.perf_counter()
+                model.runner.execute(batch)
+                seconds.setdefault((rows, lengths), []).append(time.perf_counter() - begin)
+    print("rows  drafts        ms  step rows")
+    for (rows, lengths), times in seconds.items():
+        without = seconds[rows, (0,)]
+        more = median([a - b for a, b in zip(times, without, strict=True)]) / max(1, sum(lengths))
+        step_rows = f"{median(without) / more - rows:10.1f}" if sum(lengths) else ""
+        print(f"{rows:4}  {'+'.join(map(str, lengths)):10} {median(times) * 1e3:6.1f} {step_rows}")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
@@ -122,9 +152,13 @@ def main() -> None:
     parser.add_argument("--seats", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--drafts", type=int, default=EngineConfig().num_speculative_tokens)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--steps", action="store_true", help="what drafts cost a step, and nothing else")
     options = parser.parse_args()
     config = EngineConfig(max_model_len=CONTEXT)
     model = load_model(config)
+    if options.steps:
+        print_steps(model, options.rounds)
+        return
     if model.chat_template is None:
         raise SystemExit("the model has no chat template")
     print(f"{config.model}, {model.dtype}; tokens/s without drafts, and with up to {options.drafts}")
@@ -144,8 +178,8 @@ def main() -> None:
                 right = f"{last.num_accepted_tokens}/{last.num_draft_tokens}"
                 steps = f"{rounds[-1][0].num_steps}/{last.num_steps}"
                 print(
-                    f"{kind:10} {temperature:11} {seats:6} {num_tokens:7} {off:8.1f} {on:5.1f}  {told:17} {steps:10} {right:12}"
-                    f"{'' if last.outputs == rounds[0][0].outputs else '  OTHER TOKENS'}",
+                    f"{kind:10} {temperature:11} {seats:6} {num_tokens:7} {off:8.1f} {on:5.1f}  {told:17} "
+                    f"{steps:10} {right:12}{'' if last.outputs == rounds[0][0].outputs else '  OTHER TOKENS'}",
                     flush=True,
                 )
 

@@ -85,15 +85,7 @@ class NativeLlama:
         self._rotations = torch.view_as_real(rotation_table(config.rope, config.head_size, max_model_len)).contiguous()
         self._kept: list[torch.Tensor] = [self._rotations]
         self._read_bytes = 0
-        layers = (LayerStruct * config.num_layers)()
-        parts: dict[str, torch.Tensor | Blocks] = {}
-        # Unpacked weights are large: each layer is packed as soon as all of it is there.
-        for name, weight in weights:
-            parts[name] = weight
-            if name.startswith(LAYER_PREFIX):
-                index = int(name.removeprefix(LAYER_PREFIX).split(".")[0])
-                if sum(part.startswith(f"{LAYER_PREFIX}{index}.") for part in parts) == PARTS_OF_A_LAYER:
-                    self._take_layer(parts, index, layers[index])
+        layers, parts = self._take_layers(weights)
         norm = self._keep(parts.pop("model.norm.weight"))
         embedding = self._pack(self._blocks(parts.pop("model.embed_tokens.weight")))
         if config.tie_word_embeddings:
@@ -258,6 +250,23 @@ class NativeLlama:
         if len(kv_caches) != config.num_layers or first.shape[1:] != block_shape or first.dtype != dtype:
             raise ValueError(f"expected {config.num_layers} caches of {dtype} blocks {block_shape}")
         return (ctypes.c_void_p * len(kv_caches))(*[cache.data_ptr() for cache in kv_caches])
+
+    def _take_layers(
+        self, weights: Iterable[tuple[str, torch.Tensor | Blocks]]
+    ) -> tuple[ctypes.Array[LayerStruct], dict[str, torch.Tensor | Blocks]]:
+        """The packed layers, and the weights that belong to none.
+
+        Unpacked weights are large: each layer is packed as soon as all of it is there.
+        """
+        layers = (LayerStruct * self.config.num_layers)()
+        parts: dict[str, torch.Tensor | Blocks] = {}
+        for name, weight in weights:
+            parts[name] = weight
+            if name.startswith(LAYER_PREFIX):
+                index = int(name.removeprefix(LAYER_PREFIX).split(".")[0])
+                if sum(part.startswith(f"{LAYER_PREFIX}{index}.") for part in parts) == PARTS_OF_A_LAYER:
+                    self._take_layer(parts, index, layers[index])
+        return layers, parts
 
     def _take_layer(self, parts: dict[str, torch.Tensor | Blocks], index: int, into: LayerStruct) -> None:
         """Pack a layer, taking its weights out of `parts` so that their memory goes as the layer comes."""

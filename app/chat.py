@@ -11,6 +11,7 @@ from quart import Blueprint, request
 
 from app.api.many import MANY_URL, MAX_CHATS, answer_many
 from app.pages import set_cache_control
+from app.render import words
 from engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -72,8 +73,9 @@ def seen_by(ids: Sequence[str], table: Mapping[str, Any], places: Mapping[str, P
     """The table as somebody may see it who has these requests.
 
     Returns:
-        `mine`: the place of each, `None` where it is not open. `steps`: of each its number and rows of seat, whose,
-        and what was done there. Whose is a place in `ids`; the others are told apart by greater numbers and are nobody.
+        `mine`: the place of each, and `why` it waits in words; `None` where it is not open. `steps`: of each its number
+        and rows of seat, whose, and what was done there. Whose is a place in `ids`; the others are told apart by
+        greater numbers and are nobody.
     """
     whose = {name: number for number, name in enumerate(ids)}
     steps = [
@@ -83,9 +85,10 @@ def seen_by(ids: Sequence[str], table: Mapping[str, Any], places: Mapping[str, P
         }
         for step in table["steps"]
     ]
-    mine = [places.get(name) for name in ids]
-    return {
-        "seats": table["seats"],
-        "mine": [None if place is None else asdict(place) for place in mine],
-        "steps": steps,
-    }
+    return {"seats": table["seats"], "mine": [_shown(places.get(name)) for name in ids], "steps": steps}
+
+
+def _shown(place: Place | None) -> dict[str, Any] | None:
+    if place is None:
+        return None
+    return {**asdict(place), "why": words.word(words.WAITING, place.reason) if place.reason else None}

@@ -1,325 +1,395 @@
-// The chat: sends the conversation, shows the answer while it is written. Whatever a model or a user wrote goes into the
-// page as text only.
-"use strict";
-(() => {
-  const $ = (id) => document.getElementById(id);
-  const page = $("content");
-  const log = $("log");
-  const message = $("message");
-  const settings = { temperature: $("temperature"), maxTokens: $("max-tokens"), system: $("system") };
-  const STORE = "relevo.settings";
-  let turns = [];         // [{role, content}] that the model has seen
-  let running = null;     // AbortController of the answer being written
+// The chat: a conversation, its answers while they are written, and what can be done with them.
+import { $, button, copyButton, element } from "./chat/dom.js";
+import { ChatList } from "./chat/list.js";
+import { Many } from "./chat/many.js";
+import { Markdown, showAsWritten } from "./chat/markdown.js";
+import { SeatPanel } from "./chat/seat.js";
+import { checkSettings, requestBody, startSettings } from "./chat/settings.js";
+import { findChat, newChat, saveChat, watchChats } from "./chat/store.js";
+import { events, Progress, refusalOf, UNREACHABLE } from "./chat/stream.js";
 
-  // ---- what is shown ------------------------------------------------------------------------------------------
+const SAVE_MS = 1000;
+const page = $("content");
+const log = $("log");
+const message = $("message");
+const panel = new SeatPanel();
+const list = new ChatList({
+  open: show,
+  left: (id) => { if (id === chat.id) forget(); },
+  renamed: (id, title) => { if (id === chat.id) chat.title = title; },
+});
+let chat = newChat();
+let running = null;     // {control, exchange, progress}: the answer that is being written, or {control} of several
 
-  function element(name, css, text) {
-    const made = document.createElement(name);
-    if (css) made.className = css;
-    if (text !== undefined) made.textContent = text;
-    return made;
-  }
+// ---- what is shown ----------------------------------------------------------------------------------------------
 
-  // Fences of three or more, closed by the same or by the end of what has come so far: a block of code of its own.
-  const FENCED = /^ {0,3}(`{3,}|~{3,})([^`\n]*)(?:\n|(?![^]))([^]*?)(?:^ {0,3}\1[`~]*[ \t]*(?:\n\n?|(?![^]))|(?![^]))/gm;
-
-  function show(body, text) {
-    body.replaceChildren();
-    let end = 0;
-    for (const { 0: whole, 2: language, 3: code, index } of text.matchAll(FENCED)) {
-      body.append(text.slice(end, index).replace(/\n\n?$/, ""));
-      const block = element("pre", "");
-      block.tabIndex = 0;   // wide code is scrolled by keyboard too
-      block.dataset.language = language.trim();
-      block.append(element("code", "", code.replace(/\n$/, "")));
-      body.append(block);
-      end = index + whole.length;
-    }
-    body.append(text.slice(end));
-  }
-
-  function addTurn(role, text) {
-    $("welcome").hidden = true;
-    const item = element("li", role);
-    item.append(element("span", "unseen", role === "user" ? "You:" : "Model:"));
-    const body = element("div", "text");
-    if (text) show(body, text);
-    item.append(body);
-    log.append(item);
-    return { item, body };
-  }
-
-  // The line at the top asks the server anew.
-  function tellState() {
-    document.body.dispatchEvent(new Event("chat-changed"));
-  }
-
-  // Follows the answer down, unless the reader has scrolled up to read something again.
-  function nearBottom() {
-    return window.innerHeight + window.scrollY >= document.documentElement.scrollHeight - 120;
-  }
-
-  function toBottom() {
-    window.scrollTo({ top: document.documentElement.scrollHeight });
-  }
-
-  function facts(view, list) {
-    view.facts ??= view.item.appendChild(element("p", "facts"));
-    view.facts.replaceChildren(...list.filter(Boolean).map((text) => element("span", "", text)));
-  }
-
-  // What the model thinks before it answers: open while it does, and folded away when it is done.
-  function think(view, text) {
-    if (!view.thought) {
-      view.thinking = element("details", "thinking");
-      view.thinking.open = true;
-      view.thought = element("div", "thought");
-      view.thinking.append(element("summary", "", "Thinking"), view.thought);
-      view.item.insertBefore(view.thinking, view.body);
-    }
-    view.thought.textContent = text;
-  }
-
-  function seconds(ms) {
-    return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`;
-  }
-
-  function fail(view, text, again) {
-    const note = element("p", "failure", text);
-    note.setAttribute("role", "alert");
-    if (again) {
-      const button = element("button", "quiet small", "Try again");
-      button.type = "button";
-      button.addEventListener("click", () => { if (!running) { view.item.remove(); again(); } });
-      note.append(" ", button);
-    }
-    view.item.append(note);
-  }
-
-  // ---- one answer ---------------------------------------------------------------------------------------------
-
-  async function* events(body) {
-    const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
-    let data = [];
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      const lines = (rest + value).split(/\r\n|\n/);
-      rest = lines.pop();
-      for (const line of lines) {
-        if (line === "") {
-          if (data.length) yield data.join("\n");
-          data = [];
-        } else if (line.startsWith("data:")) {
-          data.push(line.slice(line[5] === " " ? 6 : 5));
-        }
-      }
-    }
-  }
-
-  function requestBody() {
-    const system = settings.system.value.trim();
-    const body = {
-      model: page.dataset.model,
-      messages: system ? [{ role: "system", content: system }, ...turns] : turns,
-      temperature: Number(settings.temperature.value),
-      stream: true,
-      stream_options: { include_usage: true },
-    };
-    if (settings.maxTokens.value) body.max_tokens = Number(settings.maxTokens.value);
-    return JSON.stringify(body);
-  }
-
-  // Why a request was refused, and whether asking again can help.
-  function refusal(status, error, retryAfter) {
-    switch (error.code) {
-      case "queue_full":
-        return [`The server is full: ${error.depth ?? "many"} wait already and it takes no more for now.` +
-          (retryAfter ? ` Room is expected in about ${retryAfter} s.` : ""), true];
-      case "draining":
-        return ["The server is shutting down and takes nothing new.", true];
-      case "context_length_exceeded":
-        return ["This conversation has become longer than the model can read" +
-          (error.prompt_tokens ? ` (${error.prompt_tokens} tokens, ${error.capacity} fit)` : "") +
-          ". Start a new chat, or shorten your message.", false];
-      case "no_chat_template":
-        return [error.message, false];
-    }
-    if (status === 401) return ["A key is needed. Reload this page to sign in.", false];
-    return [error.message || `The server answered with status ${status}.`, status >= 500 || status === 429];
-  }
-
-  async function readAnswer(response, view, begun) {
-    const got = { text: "", thinking: "", pieces: 0, first: null, last: null, usage: null, finish: null, done: false, error: null };
-    let painted = false;
-    const paint = () => {
-      painted = false;
-      const follow = nearBottom();
-      if (got.thinking) think(view, got.thinking);
-      if (got.text) {
-        if (view.thinking && !view.body.textContent) view.thinking.open = false;
-        show(view.body, got.text);
-      }
-      if (follow) toBottom();
-    };
-    try {
-      for await (const data of events(response.body)) {
-        if (data === "[DONE]") { got.done = true; break; }
-        const chunk = JSON.parse(data);
-        if (chunk.error) { got.error = chunk.error; break; }
-        if (chunk.usage) got.usage = chunk.usage;
-        const choice = chunk.choices[0];
-        if (choice?.finish_reason) got.finish = choice.finish_reason;
-        const { content = "", reasoning_content: thinking = "" } = choice?.delta ?? {};
-        if (!content && !thinking) continue;
-        got.last = performance.now();
-        if (got.first === null) {
-          got.first = got.last;
-          tellState();
-          facts(view, [`${seconds(got.first - begun)} to first token`]);
-        }
-        got.text += content ?? "";
-        got.thinking += thinking ?? "";
-        got.pieces += 1;
-        if (!painted) { painted = true; requestAnimationFrame(paint); }
-      }
-    } catch (error) {
-      if (error.name !== "AbortError") got.error = { message: "the connection was lost" };
-    }
-    paint();
-    return got;
-  }
-
-  function summary(got, begun, stopped) {
-    const list = [];
-    if (got.first !== null) list.push(`${seconds(got.first - begun)} to first token`);
-    // A stopped answer has no usage; a piece is a token or a few, so what was seen is the least there were.
-    const tokens = got.usage?.completion_tokens ?? got.pieces;
-    const about = got.usage ? "" : "about ";
-    if (tokens > 1 && got.last > got.first) {
-      list.push(`${about}${((tokens - 1) / ((got.last - got.first) / 1000)).toFixed(1)} tokens/s`);
-    }
-    if (tokens || got.usage) list.push(`${about}${tokens} token${tokens === 1 ? "" : "s"}`);
-    if (got.usage) {
-      const cached = got.usage.prompt_tokens_details?.cached_tokens;
-      list.push(`${got.usage.prompt_tokens} prompt tokens${cached ? `, ${cached} from the cache` : ""}`);
-    }
-    if (stopped) list.push(`stopped after ${seconds(performance.now() - begun)}`);
-    if (got.finish === "length") list.push("cut at the longest answer");
-    return list;
-  }
-
-  async function ask(text) {
-    // A new chat begins a new list; an answer that is still ending belongs to the old one.
-    const talk = turns;
-    talk.push({ role: "user", content: text });
-    const view = addTurn("assistant", "");
-    const begun = performance.now();
-    const control = running = new AbortController();
-    view.item.classList.add("writing");
-    view.item.setAttribute("aria-busy", "true");
-    facts(view, ["waiting for the first token"]);
-    setRunning(true);
-    toBottom();
-    const again = () => ask(text);
-    let answered = false;
-    try {
-      const response = await fetch("/v1/chat/completions", {
-        method: "POST", headers: { "Content-Type": "application/json" }, body: requestBody(), signal: control.signal,
-      });
-      if (!response.ok) {
-        const { error = {} } = await response.json().catch(() => ({}));
-        facts(view, []);
-        const [words, mayRetry] = refusal(response.status, error, response.headers.get("Retry-After"));
-        fail(view, words, mayRetry && again);
-        return;
-      }
-      const got = await readAnswer(response, view, begun);
-      const stopped = control.signal.aborted;
-      facts(view, summary(got, begun, stopped));
-      if (got.error) fail(view, `The answer broke off: ${got.error.message}`, again);
-      else if (!got.done && !stopped) fail(view, "The answer was interrupted; what is above is not the whole of it.", again);
-      else if (got.text || got.done) {
-        talk.push({ role: "assistant", content: got.text });
-        answered = true;
-        if (!got.text) view.body.append(element("span", "note", "The model had nothing to say."));
-      }
-    } catch (error) {
-      if (control.signal.aborted) facts(view, ["stopped before the first token"]);
-      else { facts(view, []); fail(view, "The server cannot be reached.", again); }
-    } finally {
-      // What was not answered is shown but not told to the model: two questions in a row would confuse it.
-      if (!answered) talk.pop();
-      view.item.classList.remove("writing");
-      view.item.removeAttribute("aria-busy");
-      if (running === control) { running = null; setRunning(false); }
-      tellState();
-      if (nearBottom()) toBottom();
-    }
-  }
-
-  // ---- controls -----------------------------------------------------------------------------------------------
-
-  function setRunning(on) {
-    const hadFocus = document.activeElement === $("send") || document.activeElement === $("stop");
-    $("send").hidden = on;
-    $("stop").hidden = !on;
-    if (hadFocus) (on ? $("stop") : message).focus();
-  }
-
-  function grow() {
-    message.rows = Math.min(8, Math.max(1, message.value.split("\n").length, Math.ceil(message.value.length / 70)));
-  }
-
-  function send() {
-    const text = message.value.trim();
-    if (!text || running) return;
-    message.value = "";
-    grow();
-    addTurn("user", text);
-    ask(text);
-  }
-
-  $("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
-  message.addEventListener("input", grow);
-  message.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
-  });
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
-  $("stop").addEventListener("click", () => running?.abort());
-  $("new").addEventListener("click", () => {
-    const control = running;
-    running = null;
-    control?.abort();
-    setRunning(false);
-    turns = [];
-    log.replaceChildren();
-    $("welcome").hidden = false;
-    message.focus();
-  });
-
-  // ---- settings -----------------------------------------------------------------------------------------------
-
-  function showTemperature() {
-    $("temperature-value").textContent = Number(settings.temperature.value).toFixed(1);
-  }
-
-  try {
-    const stored = JSON.parse(localStorage.getItem(STORE)) || {};
-    for (const [name, field] of Object.entries(settings)) if (typeof stored[name] === "string") field.value = stored[name];
-  } catch { /* a browser that keeps nothing has the defaults */ }
-  showTemperature();
-  $("settings").addEventListener("input", () => {
-    showTemperature();
-    const values = Object.fromEntries(Object.entries(settings).map(([name, field]) => [name, field.value]));
-    try { localStorage.setItem(STORE, JSON.stringify(values)); } catch { /* not kept */ }
-  });
-
-  const wide = matchMedia("(min-width: 60rem)");
-  const place = () => { $("settings").open = wide.matches; };
-  wide.addEventListener("change", place);
-  place();
-  $("composer").hidden = $("settings").hidden = false;
+// Show a conversation from its beginning.
+function show(other) {
+  leave();
+  setView("chat");
+  chat = other;
+  log.replaceChildren();
+  for (const exchange of chat.exchanges) addExchange(exchange);
+  $("welcome").hidden = chat.exchanges.length > 0;
+  list.draw(chat.id);
+  closePanels();
+  toBottom();
   message.focus({ preventScroll: true });
-})();
+}
+
+function startNew() {
+  show(newChat());
+}
+
+// It was deleted: an answer that is still being written to it is not kept.
+function forget() {
+  if (running?.chat) running.chat.isGone = true;
+  startNew();
+}
+
+function setView(view) {
+  page.dataset.view = view;
+  $("many").hidden = view !== "many";
+  $("conversation").hidden = $("composer").hidden = view === "many";
+  $("open-many").toggleAttribute("aria-current", view === "many");
+}
+
+function addExchange(exchange) {
+  $("welcome").hidden = true;
+  const asked = element("li", "user");
+  const body = element("div", "text");
+  showAsWritten(body, exchange.user);
+  const under = element("p", "under");
+  under.append(button("Edit", "plain act", () => edit(asked, exchange), "Edit this message and ask again"));
+  asked.append(element("span", "unseen", "You:"), body, under);
+  log.append(asked);
+  const item = element("li", "assistant");
+  const text = element("div", "text");
+  item.append(element("span", "unseen", "Model:"), text);
+  log.append(item);
+  const view = { item, body: text, markdown: new Markdown(text) };
+  if (exchange.answer) finishView(view, exchange);
+  return view;
+}
+
+// An answer that has ended: its text, what is told about it, and what can be done with it.
+function finishView(view, exchange) {
+  const { answer } = exchange;
+  paint(view, answer.text, answer.thinking, false);
+  if (!answer.text && answer.ok) view.body.append(element("p", "note", "The model had nothing to say."));
+  facts(view, answer.facts);
+  view.line.append(...actions(exchange));
+  if (answer.failure) fail(view, exchange);
+}
+
+function actions(exchange) {
+  const made = [];
+  if (exchange.answer.text) made.push(copyButton("plain act", () => exchange.answer.text, "Copy this answer"));
+  made.push(button("Again", "plain act", () => again(exchange), "Answer again from here"));
+  const { earlier } = chat;
+  if (earlier && chat.exchanges[earlier.at] === exchange) {
+    made.push(button("Put back", "plain act", putBack, "Put back what stood here before"));
+  }
+  return made;
+}
+
+function paint(view, text, thinking, isWriting) {
+  if (thinking) think(view, thinking);
+  if (!text) return;
+  if (view.thinking && !view.body.hasChildNodes()) view.thinking.open = false;
+  view.markdown.show(text, isWriting);
+}
+
+// What the model thinks before it answers: open while it does, and folded away when it is done.
+function think(view, text) {
+  if (!view.thought) {
+    view.thinking = element("details", "thinking");
+    view.thinking.open = true;
+    view.thought = element("div", "thought");
+    view.thinking.append(element("summary", "", "Thinking"), view.thought);
+    view.item.insertBefore(view.thinking, view.body);
+  }
+  view.thought.textContent = text;
+}
+
+function facts(view, texts) {
+  view.line ??= view.item.appendChild(element("p", "facts"));
+  view.line.replaceChildren(...texts.filter(Boolean).map((text) => element("span", "", text)));
+}
+
+function fail(view, exchange) {
+  const { words, again: may, signIn } = exchange.answer.failure;
+  const note = element("p", "failure", words);
+  note.setAttribute("role", "alert");
+  if (signIn) {
+    const anchor = element("a", "", "Sign in");
+    anchor.href = "/login?next=/";
+    note.append(" ", anchor);
+  }
+  if (may) note.append(" ", button("Try again", "quiet small act", () => again(exchange)));
+  view.item.append(note);
+}
+
+// Follows the answer down, unless the reader has scrolled up to read something again.
+function nearBottom() {
+  return window.innerHeight + window.scrollY >= document.documentElement.scrollHeight - 120;
+}
+
+function toBottom() {
+  window.scrollTo({ top: document.documentElement.scrollHeight });
+}
+
+// The line at the top asks the server anew.
+function tellState() {
+  document.body.dispatchEvent(new Event("chat-changed"));
+}
+
+function keep(which) {
+  which.title = findChat(which.id)?.title ?? which.title;   // another tab may have named it
+  $("not-kept").hidden = saveChat(which);
+}
+
+// ---- one answer -------------------------------------------------------------------------------------------------
+
+// What the model is told: what was answered, and the question. What was not answered is shown but not told: two
+// questions in a row would confuse it.
+function messagesFor(exchange) {
+  const before = chat.exchanges.slice(0, chat.exchanges.indexOf(exchange)).filter(({ answer }) => answer?.ok && answer.text);
+  const turns = before.flatMap(({ user, answer }) => [{ role: "user", content: user }, { role: "assistant", content: answer.text }]);
+  return [...turns, { role: "user", content: exchange.user }];
+}
+
+async function ask(exchange, view) {
+  const own = running = { control: new AbortController(), chat, exchange, progress: new Progress(), seat: "" };
+  const { control, progress } = own;
+  const body = requestBody(page.dataset.model, messagesFor(exchange));
+  view.item.classList.add("writing");
+  $("live").setAttribute("aria-busy", "true");
+  facts(view, ["waiting for the first token"]);
+  setRunning(true);
+  toBottom();
+  store(own, null);
+  const saving = setInterval(() => store(own, null), SAVE_MS);
+  panel.follow(() => [progress.id ?? ""], {
+    onPlaces: ([place], _, seats) => { own.seat = place?.seat != null ? `seat ${place.seat + 1} of ${seats}` : own.seat; },
+  });
+  let failure = null;
+  try {
+    failure = await read(own, view, body);
+  } catch {
+    failure = control.signal.aborted ? null : progress.first === null ? UNREACHABLE
+      : { words: "The connection was lost; what is above is not the whole of it.", again: true };
+  }
+  clearInterval(saving);
+  const stopped = control.signal.aborted;
+  failure ??= progress.failure(stopped);
+  store(own, failure, progress.facts(stopped));
+  view.item.classList.remove("writing");
+  finishView(view, exchange);
+  if (running === own) {
+    running = null;
+    setRunning(false);
+    panel.stop();
+    $("live").removeAttribute("aria-busy");
+    if (nearBottom()) toBottom();
+  }
+  tellState();
+}
+
+// Reads an answer to its end; gives why it was refused, null where it was not.
+async function read(own, view, body) {
+  const { control, progress } = own;
+  const response = await fetch("/v1/chat/completions", {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: control.signal,
+  });
+  if (!response.ok) return refusalOf(response);
+  let painted = false;
+  const draw = () => {
+    painted = false;
+    if (control.signal.aborted || progress.isDone) return;
+    const follow = nearBottom();
+    paint(view, progress.text, progress.thinking, true);
+    if (follow) toBottom();
+  };
+  for await (const { data } of events(response.body)) {
+    const first = progress.first === null;
+    if (progress.take(data)) {
+      if (first) tellState();
+      const { rate } = progress;
+      facts(view, [progress.facts(false)[0], rate === null ? "" : `${rate.toFixed(1)} tokens/s`, own.seat]);
+      if (!painted) { painted = true; requestAnimationFrame(draw); }
+    }
+    if (progress.isDone || progress.error) break;
+  }
+  return null;
+}
+
+// Write down how far the answer has come. One that is found unfinished later was left with the page.
+function store({ chat: whose, exchange, progress }, failure, told) {
+  exchange.answer = {
+    text: progress.text,
+    thinking: progress.thinking,
+    facts: told ?? ["the page was left before it ended"],
+    failure,
+    ok: failure === null && (progress.text !== "" || progress.isDone),
+  };
+  if (!whose.isGone) keep(whose);
+}
+
+// ---- what can be done -------------------------------------------------------------------------------------------
+
+function send() {
+  const text = message.value.trim();
+  if (!text || running || !checkSettings()) return;
+  message.value = "";
+  grow();
+  chat.time = Date.now();
+  chat.earlier = null;
+  const exchange = { user: text, answer: null };
+  chat.exchanges.push(exchange);
+  const view = addExchange(exchange);
+  ask(exchange, view);
+  list.draw(chat.id);
+}
+
+// Ask again from an exchange on, with what it says or with another text; what stood there can be put back.
+function again(exchange, text = exchange.user) {
+  if (running || !checkSettings()) return;
+  const at = chat.exchanges.indexOf(exchange);
+  const replaced = chat.exchanges.splice(at);
+  // Of an attempt that has failed nothing is worth keeping, unless there was something before it.
+  const isWorth = replaced.length > 1 || replaced[0].answer?.text || text !== exchange.user;
+  if (isWorth) chat.earlier = { at, exchanges: replaced };
+  while (log.children.length > 2 * at) log.lastChild.remove();
+  const fresh = { user: text, answer: null };
+  chat.exchanges.push(fresh);
+  chat.time = Date.now();
+  ask(fresh, addExchange(fresh));
+}
+
+function putBack() {
+  if (running) return;
+  const { at, exchanges } = chat.earlier;
+  chat.exchanges.splice(at, Infinity, ...exchanges);
+  chat.earlier = null;
+  keep(chat);
+  show(chat);
+}
+
+function edit(item, exchange) {
+  if (running) return;
+  const form = element("form", "edit");
+  const field = element("textarea");
+  field.value = exchange.user;
+  field.rows = Math.min(12, Math.max(2, exchange.user.split("\n").length));
+  field.setAttribute("aria-label", "Your message");
+  const shown = [...item.children];
+  const close = () => {
+    item.replaceChildren(...shown);
+    item.querySelector(".act").focus();
+  };
+  const submit = () => {
+    const text = field.value.trim();
+    if (!text || running) return;
+    item.replaceChildren(...shown);
+    again(exchange, text);
+  };
+  const row = element("div", "buttons");
+  const sendIt = element("button", "main small", "Ask again");
+  row.append(element("span", "note", "What comes after it is replaced."), button("Cancel", "quiet small", close), sendIt);
+  form.append(field, row);
+  form.addEventListener("submit", (event) => { event.preventDefault(); submit(); });
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") { event.stopPropagation(); close(); }
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); submit(); }
+  });
+  item.replaceChildren(form);
+  field.focus();
+  field.setSelectionRange(field.value.length, field.value.length);
+}
+
+function stop() {
+  running?.control.abort();
+}
+
+// Whatever is being written belongs to what is shown no more.
+function leave() {
+  stop();
+  running = null;
+  panel.stop();
+  $("live").removeAttribute("aria-busy");
+  setRunning(false);
+}
+
+function setRunning(on) {
+  const hadFocus = document.activeElement === $("send") || document.activeElement === $("stop");
+  $("send").hidden = on;
+  $("stop").hidden = !on;
+  page.classList.toggle("busy", on);
+  if (hadFocus) (on ? $("stop") : message).focus();
+}
+
+function grow() {
+  message.rows = Math.min(8, Math.max(1, message.value.split("\n").length, Math.ceil(message.value.length / 70)));
+}
+
+// ---- the page ---------------------------------------------------------------------------------------------------
+
+const wide = matchMedia("(min-width: 68rem)");
+const panels = [$("conversations"), $("seat"), $("settings")];
+
+// On a narrow window they are menus, of which one is open at most.
+function closePanels() {
+  if (!wide.matches) for (const one of panels) one.open = false;
+}
+
+function placePanels() {
+  for (const one of panels) one.open = wide.matches;
+}
+
+for (const one of panels) {
+  one.addEventListener("toggle", () => {
+    if (one.open && !wide.matches) for (const other of panels) if (other !== one) other.open = false;
+  });
+  // In a wide window they stay open.
+  one.querySelector("summary").addEventListener("click", (event) => { if (wide.matches) event.preventDefault(); });
+}
+wide.addEventListener("change", placePanels);
+$("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+message.addEventListener("input", grow);
+message.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if (!wide.matches && panels.some((one) => one.open)) closePanels();
+  else stop();
+});
+$("stop").addEventListener("click", stop);
+$("new").addEventListener("click", startNew);
+const many = new Many({
+  model: page.dataset.model,
+  panel,
+  running: (control) => {
+    if (control) running = { control };
+    else if (!running?.exchange) running = null;
+    setRunning(running !== null);
+    tellState();
+  },
+});
+$("open-many").addEventListener("click", () => {
+  leave();
+  setView("many");
+  list.draw(null);
+  closePanels();
+  $("ask-many").focus();
+});
+addEventListener("pagehide", () => { if (running?.exchange) store(running, null); });
+watchChats(() => list.draw());
+
+placePanels();
+startSettings();
+setView("chat");
+list.draw(chat.id);
+for (const one of panels) one.hidden = false;
+message.focus({ preventScroll: true });

@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("relevo", deadline=None)
 settings.load_profile("relevo")
 
-pytest_plugins = ["tests.fixtures_model"]
+pytest_plugins = ["tests.fixtures_browser", "tests.fixtures_model"]
 
 
 @pytest.fixture(autouse=True)

@@ -211,7 +211,7 @@ async def test_who_waits_is_told_why_and_how_long() -> None:
         ids = [entry["request_id"] for entry in server.engine.snapshot()["active"]]
         mine = (await server.client.get(SEATS, params={"id": ids})).json()["mine"]
         waiting = next(place for place in mine if place["seat"] is None)
-        assert waiting["reason"] == "seats"
+        assert (waiting["reason"], waiting["why"]) == ("seats", "no free seat")
         assert waiting["waited_seconds"] > 0
         nursery.cancel_scope.cancel()
 
@@ -223,7 +223,7 @@ def test_others_are_told_apart_and_are_nobody() -> None:
     assert seen["mine"] == [
         None,
         {
-            "seat": 0, "reason": None, "waited_seconds": 0.5, "prompt_tokens": 20, "cached_tokens": 16,
+            "seat": 0, "reason": None, "why": None, "waited_seconds": 0.5, "prompt_tokens": 20, "cached_tokens": 16,
             "output_tokens": 3,
         },
     ]  # fmt: skip

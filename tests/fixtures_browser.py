@@ -1,0 +1,147 @@
+"""A real Chromium over the whole server with the fake model, and what its tests share.
+
+Playwright is imported where it is used: only tests with a browser wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = [
+    f"--{flag}"
+    for flag in (
+        "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+        "disable-component-update", "disable-sync",
+    )
+]  # fmt: skip
+
+IN_A_BROWSER = [
+    pytest.mark.browser,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None and os.environ.get("REQUIRE_BROWSER") != "1",
+        reason="there is no Chromium on this machine (REQUIRE_BROWSER=1 makes that a failure)",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.fail("REQUIRE_BROWSER=1, and there is no Chromium on this machine")
+    from playwright import sync_api as playwright_api
+
+    with playwright_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def server(**options: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address and the process of a server of one's own."""
+    options = {"step_seconds": 0.02, **options}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.serve_fake", json.dumps(options)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        wait_for_port(int(url.rsplit(":", 1)[1]))
+        yield url, process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def until(page: Page, condition: str, seconds: float = 30) -> None:
+    """Wait for a JavaScript condition. Playwright's own waiting needs `eval`, which the pages forbid."""
+    from playwright import sync_api as playwright_api
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if page.evaluate(condition):
+                return
+        except playwright_api.Error:
+            pass  # the page is just being loaded anew
+        assert time.monotonic() < deadline, condition
+        page.wait_for_timeout(50)
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    with server() as (url, _):
+        yield url
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A fresh page; a script error or a broken Content-Security-Policy fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if "Security" in message.text else None)
+    yield page
+    context.close()
+    assert not faults
+
+
+def ask(page: Page, text: str, max_tokens: int) -> Any:
+    """Send a message; gives the last answer's element."""
+    page.fill("#max-tokens", str(max_tokens))
+    page.fill("#message", text)
+    page.press("#message", "Enter")
+    return page.locator("#log .assistant").last
+
+
+def streamed(
+    *deltas: dict[str, Any], end: str | None = "stop", usage: dict[str, Any] | None = None
+) -> Callable[[Any], Any]:
+    """A route's answer: a chat of these pieces; with `end` a whole one."""
+    chunks: list[Any] = [{"id": "x", "choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    if end is not None:
+        chunks.append({"id": "x", "choices": [{"delta": {}, "finish_reason": end}]})
+    if usage is not None:
+        chunks.append({"id": "x", "choices": [], "usage": usage})
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + ("data: [DONE]\n\n" if end else "")
+    return lambda route: route.fulfill(content_type="text/event-stream", body=body)

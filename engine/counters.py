@@ -72,7 +72,6 @@ class Counters:
             self.num_prompt_tokens += hits
         else:
             self.num_recomputed_tokens += max(0, sequence.num_tokens_thrown_away - hits)
-        sequence.num_tokens_thrown_away = 0
 
     def count_prompt(self, sequence: Sequence) -> None:
         """Count what was read of a prompt for the first time."""

@@ -44,6 +44,10 @@ class Door:
         """It has ended."""
         del self._open[handle.request.background][handle.sequence_id]
 
+    def find(self, number: int) -> Handle | None:
+        """The open request of that sequence id."""
+        return self._open[0].get(number) or self._open[1].get(number)
+
     def check_room(self, *, background: bool, now: float) -> None:
         """Raise `QueueFullError` when as many of this class wait as may."""
         depth = self._depth(background)

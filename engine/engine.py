@@ -21,6 +21,8 @@ from engine.messages import Command, Result, SetLimits
 from engine.place import place_of
 from engine.policy import make_admission
 from engine.report import Report
+from engine.request_log import RequestLog
+from engine.request_view import RequestView
 from engine.scheduler import Scheduler
 from engine.scheduling import Scheduling
 from engine.stats import Stats
@@ -93,6 +95,7 @@ class Engine:
             remarks=loaded.remarks,
         )
         self._stats = Stats(config.slo, config.slo_background)
+        self._requests = RequestLog(keep_tokens=config.keep_request_texts)
         self._draining = False
         self._door = Door(self._scheduler, self._stats, config)
         self._idle = trio.Event()
@@ -100,6 +103,7 @@ class Engine:
         self._ids = count(1)
         self._connect(loaded, grammars, stepper)
         self._report = Report(self._scheduler, self._scheduling, self._stats, config, started=trio.current_time())
+        self.requests = RequestView(self._requests, self._scheduler, self._door, self.tokenizer)
 
     def _connect(self, loaded: LoadedModel, grammars: GrammarCompiler, stepper: Stepper) -> None:
         """Make the channels and the actors. No channel that is sent to without waiting can ever be full.
@@ -123,12 +127,15 @@ class Engine:
             check_tokens=self._door.check_tokens,
             on_refused=self._refused,
         )
-        self._scheduling = Scheduling(self._scheduler, loaded.runner, stepper, commands, send_result, self._stats)
+        self._scheduling = Scheduling(
+            self._scheduler, loaded.runner, stepper, commands, send_result, self._stats, self._requests
+        )
         self._streaming = Streaming(
             loaded.tokenizer,
             results=results,
             commands=self._commands,
             stats=self._stats,
+            requests=self._requests,
             slow_client_seconds=config.slow_client_seconds,
             on_closed=self._closed,
         )
@@ -261,9 +268,9 @@ class Engine:
         """What interactive work met in a window, column by column."""
         return self._report.course(trio.current_time(), window_seconds)
 
-    def table(self, num_steps: int) -> dict[str, Any]:
-        """`table` of the snapshot with its last steps alone; costs a small part of the whole."""
-        return self._scheduling.log.table(self.limits, num_steps)
+    def table(self, num_steps: int, last_step: int | None = None) -> dict[str, Any]:
+        """`table` of the snapshot with its last steps alone, or those up to `last_step`; a small part of the whole."""
+        return self._scheduling.log.table(self.limits, num_steps, last_step)
 
     def places(self, request_ids: Collection[str]) -> dict[str, Place]:
         """Where the open ones among these requests are, by their names."""

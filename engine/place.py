@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.handle import Handle
     from engine.scheduler import Scheduler
+    from engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +46,26 @@ def place_of(handle: Handle, scheduler: Scheduler, now: float) -> Place:
         cached_tokens=sequence.num_cached_tokens,
         output_tokens=sequence.num_output_tokens,
     )
+
+
+def line_of(sequence: Sequence, scheduler: Scheduler, now: float) -> dict[str, Any]:
+    """An open request in a line of `active` of the statistics."""
+    waits = sequence.seat < 0
+    first = sequence.first_token_time
+    return {
+        "number": sequence.sequence_id,
+        "request_id": sequence.request_id,
+        "key": sequence.key_name or None,
+        "class": sequence.class_name,
+        "priority": sequence.priority,
+        "state": sequence.status.value,
+        "reason": scheduler.classes[sequence.background].why_waits(sequence) if waits else None,
+        "phase": None if waits else ("prefill" if sequence.num_output_tokens == 0 else "decode"),
+        "seat": None if waits else sequence.seat,
+        "prompt_tokens": sequence.num_prompt_tokens,
+        "computed_tokens": sequence.num_computed_tokens,
+        "output_tokens": sequence.num_output_tokens,
+        "age_seconds": round(now - sequence.arrival_time, 3),
+        "ttft_seconds": None if first is None else round(first - sequence.arrival_time, 4),
+        "num_preemptions": sequence.num_preemptions,
+    }

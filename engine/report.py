@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.experience import all_experience, course
 from engine.handle import ABORT_CAUSES
+from engine.place import line_of
 from engine.sequence import CLASSES
 from engine.timeline import DEFAULT_WINDOW
 from engine.waiting import served_by_key
@@ -75,7 +76,7 @@ class Report:
                 "tokens": stats.num_step_tokens,
             },
             "requests": self._requests(),
-            "active": [self._active(sequence, now) for sequence in scheduler.sequences],
+            "active": [line_of(sequence, scheduler, now) for sequence in scheduler.sequences],
             "kv": {
                 "block_size": self._config.block_size,
                 "total": usage.total,
@@ -194,26 +195,6 @@ class Report:
 
     def _waiting_by_reason(self) -> dict[str, int]:
         return dict(Counter([work.why_waits(waiting) for work in self._scheduler.classes for waiting in work.queue]))
-
-    def _active(self, sequence: Sequence, now: float) -> dict[str, Any]:
-        waits = sequence.seat < 0
-        first = sequence.first_token_time
-        return {
-            "request_id": sequence.request_id,
-            "key": sequence.key_name or None,
-            "class": sequence.class_name,
-            "priority": sequence.priority,
-            "state": sequence.status.value,
-            "reason": self._scheduler.classes[sequence.background].why_waits(sequence) if waits else None,
-            "phase": None if waits else ("prefill" if sequence.num_output_tokens == 0 else "decode"),
-            "seat": None if waits else sequence.seat,
-            "prompt_tokens": sequence.num_prompt_tokens,
-            "computed_tokens": sequence.num_computed_tokens,
-            "output_tokens": sequence.num_output_tokens,
-            "age_seconds": round(now - sequence.arrival_time, 3),
-            "ttft_seconds": None if first is None else round(first - sequence.arrival_time, 4),
-            "num_preemptions": sequence.num_preemptions,
-        }
 
 
 def _by_key(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:

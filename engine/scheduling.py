@@ -17,6 +17,7 @@ from engine.step_log import StepLog, StepRecord
 if TYPE_CHECKING:
     from engine.batch import ScheduledBatch
     from engine.messages import Command, Result
+    from engine.request_log import RequestLog
     from engine.scheduler import Scheduler
     from engine.stats import Stats
     from engine.stepper import Runner, Stepper
@@ -36,6 +37,7 @@ class Scheduling:
         commands: requests to add, sequences to end, limits to set.
         results: tokens and endings, for the streaming actor.
         stats: counts steps and tokens.
+        requests: told what became of each request.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Scheduling:
         commands: trio.MemoryReceiveChannel[Command],
         results: trio.MemorySendChannel[Result],
         stats: Stats,
+        requests: RequestLog,
     ) -> None:
         self.scheduler = scheduler
         self.log = StepLog()
@@ -55,6 +58,7 @@ class Scheduling:
         self._commands = commands
         self._results = results
         self._stats = stats
+        self._requests = requests
         self._failed_steps = 0
 
     async def run(self) -> None:
@@ -89,7 +93,8 @@ class Scheduling:
 
     async def _step(self, batch: ScheduledBatch) -> StepResult:
         planned = trio.current_time()
-        self.log.append(StepRecord.of(self.scheduler, batch, planned))
+        record = StepRecord.of(self.scheduler, batch, planned)
+        self.log.append(record)
         self.step_started = planned
         error: Exception | None = None
         try:
@@ -99,12 +104,17 @@ class Scheduling:
         self.step_started = None
         # From here to the end of this function nothing is awaited: the step's effects are applied as one.
         finished = trio.current_time()
+        idle = [s for s in self.scheduler.running if s.last_step != batch.step] if record.idle else []
+        accepted = output.accepted if error is None else {}
+        self._requests.step(batch, planned, finished, idle=idle, accepted=accepted)
         if error is None:
             self._failed_steps = 0
             update = self.scheduler.update(batch, output, finished)
             self.log.note(output)
         else:
             update = self._fail(batch, error)
+        for ending in update.endings:
+            self._requests.leave(ending.sequence_id, finished)
         self._stats.record_step(finished, finished - planned, batch.num_tokens)
         self._stats.record_prompt(finished, self.scheduler.counters.num_prompt_tokens - self._stats.num_prompt_tokens)
         seated = tuple([(seated.sequence_id, seated.num_cached_tokens) for seated in batch.seated])
@@ -123,6 +133,7 @@ class Scheduling:
         waiting = (sequence for work in self.scheduler.classes for sequence in work.queue.candidates())
         sequence_id = next(waiting).sequence_id
         self.scheduler.abort(sequence_id, FinishReason.ERROR)
+        self._requests.leave(sequence_id, now)
         log.error("sequence %d could not be seated in an empty engine", sequence_id)
         ending = Ending(sequence_id, FinishReason.ERROR, "The request could not be scheduled.")
         return StepResult(now, now, StepUpdate([], [ending]))
@@ -139,11 +150,14 @@ class Scheduling:
         match command:
             case Add(sequence):
                 self.scheduler.add(sequence)
+                self._requests.open(sequence)
             case SetLimits(changes, done):
                 limits = self.scheduler.limits
                 self.scheduler.set_limits(replace(limits, generation=limits.generation + 1, **changes))
                 done.set()
             case End(sequence_id, reason):
-                if self.scheduler.abort(sequence_id, reason) is not None and reason is FinishReason.ABORT:
-                    now = trio.current_time()
+                now = trio.current_time()
+                known = self.scheduler.abort(sequence_id, reason) is not None
+                self._requests.leave(sequence_id, now)
+                if known and reason is FinishReason.ABORT:
                     await self._results.send(StepResult(now, now, StepUpdate([], [Ending(sequence_id, reason)])))

@@ -100,7 +100,7 @@ class Sequence:
         request_id: the name the outside world knows it by.
         token_ids: prompt followed by output.
         num_computed_tokens: how many of `token_ids` have their keys and values in the cache.
-        num_tokens_thrown_away: computed tokens that the last preemption discarded, until it is resumed.
+        num_tokens_thrown_away: computed tokens that the last preemption discarded, to be computed again.
         num_prompt_tokens_read: how much of the prompt was ever computed; a preemption does not lower it.
         end_length: the number of tokens at which it ends with `LENGTH`; set by the scheduler.
         room: tokens that its blocks hold.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.handle import GenerationRequest, Handle
     from engine.loaded import TokenizerLike
     from engine.messages import Command, Result
+    from engine.request_log import RequestLog
     from engine.stats import Stats
 
 
@@ -51,6 +52,7 @@ class Streaming:
         results: openings and step results, in order.
         commands: to tell the scheduler that a stop string was found.
         stats: counts tokens and endings.
+        requests: told how each request ended.
         slow_client_seconds: a reader that leaves text unread for so long is aborted.
         on_closed: told about each handle that ended.
     """
@@ -62,6 +64,7 @@ class Streaming:
         results: trio.MemoryReceiveChannel[Result],
         commands: trio.MemorySendChannel[Command],
         stats: Stats,
+        requests: RequestLog,
         slow_client_seconds: float,
         on_closed: Callable[[Handle], None],
     ) -> None:
@@ -69,6 +72,7 @@ class Streaming:
         self._results = results
         self._commands = commands
         self._stats = stats
+        self._requests = requests
         self._slow_client_seconds = slow_client_seconds
         self._on_closed = on_closed
         self._streams: dict[int, _Stream] = {}
@@ -142,6 +146,15 @@ class Streaming:
         if handle.abort_cause is not None:
             reason = FinishReason.ABORT  # it came to an end by itself after the caller had left
         self._stats.record_finish(times, now, reason.value, handle.abort_cause)
+        self._requests.close(
+            handle.sequence_id,
+            now,
+            reason=reason.value,
+            cause=handle.abort_cause,
+            error=error if reason is FinishReason.ERROR else None,
+            num_output_tokens=times.num_output_tokens,
+            last_token=times.last_token,
+        )
         self._on_closed(handle)
 
     def _is_slow(self, handle: Handle, now: float) -> bool:

@@ -10,14 +10,16 @@ import pytest
 import trio
 
 from app.journal.journal import open_journal
-from tests.app.test_browser import browser, page, pytestmark, server, until  # noqa: F401
 from tests.app.test_journal import row
+from tests.fixtures_browser import IN_A_BROWSER, server, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from playwright.sync_api import Browser, Page
+
+pytestmark = IN_A_BROWSER
 
 HOSTILE = "<img src=x onerror=document.title='hacked'>"
 CHARTS = 10
@@ -42,18 +44,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def span(page: Page) -> float:  # noqa: F811
+def span(page: Page) -> float:
     """Seconds between the ends of the charts."""
     shown = page.evaluate("new URL(document.querySelector('#json').href).searchParams.toString()")
     ends = dict(pair.split("=") for pair in shown.split("&"))
     return float(ends["to"]) - float(ends["from"])
 
 
-def drawn(page: Page, charts: int = CHARTS) -> None:  # noqa: F811
+def drawn(page: Page, charts: int = CHARTS) -> None:
     until(page, f"document.querySelectorAll('.uplot canvas').length === {charts}")
 
 
-def test_a_drag_zooms_all_charts_and_a_double_click_goes_back(page: Page, base: str) -> None:  # noqa: F811
+def test_a_drag_zooms_all_charts_and_a_double_click_goes_back(page: Page, base: str) -> None:
     page.goto(f"{base}/ops/history?range=7200")
     drawn(page)
     assert span(page) == 7200
@@ -85,7 +87,7 @@ def test_a_drag_zooms_all_charts_and_a_double_click_goes_back(page: Page, base: 
     assert span(page) == pytest.approx(1800, abs=60)
 
 
-def test_the_picker_sets_the_range(page: Page, base: str) -> None:  # noqa: F811
+def test_the_picker_sets_the_range(page: Page, base: str) -> None:
     page.goto(f"{base}/ops/history")
     drawn(page)
     for name, seconds in (("15 min", 900), ("week", 604_800)):
@@ -98,7 +100,7 @@ def test_the_picker_sets_the_range(page: Page, base: str) -> None:  # noqa: F811
     assert csv.count("\n") > 60
 
 
-def test_a_change_is_marked_listed_and_text(page: Page, base: str) -> None:  # noqa: F811
+def test_a_change_is_marked_listed_and_text(page: Page, base: str) -> None:
     body = json.dumps({"max_num_seqs": 7, "reason": HOSTILE})
     page.goto(f"{base}/ops/history?range=900")
     drawn(page)
@@ -117,7 +119,7 @@ def test_a_change_is_marked_listed_and_text(page: Page, base: str) -> None:  # n
     assert "hacked" not in page.title()
 
 
-def test_it_fits_every_window_and_is_right_without_javascript(browser: Browser, base: str) -> None:  # noqa: F811
+def test_it_fits_every_window_and_is_right_without_javascript(browser: Browser, base: str) -> None:
     wide = browser.new_page(viewport={"width": 1920, "height": 800})
     wide.goto(f"{base}/ops/history?range=7200")
     drawn(wide)

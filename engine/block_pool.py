@@ -27,6 +27,7 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.cache = PrefixCache()
         self.num_evictions = 0
+        self.num_flushed = 0
         # Used as a stack, lowest ids on top: recently freed blocks are warm in the CPU's caches.
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -74,6 +75,12 @@ class BlockPool:
                 self.cache.release(block_id)
             else:
                 self._free.append(block_id)
+
+    def flush(self) -> None:
+        """Forget what the cache holds: cached blocks are free, used ones are not found any more."""
+        free = self.cache.clear()
+        self.num_flushed += len(free)
+        self._free = sorted([*self._free, *free], reverse=True)
 
     def check_integrity(self, block_tables: list[list[int]]) -> None:
         """Compare the reference counts with the tables that hold the blocks.

@@ -32,6 +32,10 @@ class Limits:
         dynamic_preferred_size: sequences that form a batch under `dynamic`; 0 is as many as there are seats.
         dynamic_max_queue_delay_seconds: how long the first waits there for the others.
         num_speculative_tokens: drafts of one sequence in a step, at most; 0 is none.
+        max_waiting: requests that may wait, in each class of work.
+        max_waiting_tokens: prompt tokens that may wait, in each class of work.
+        enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
+        draining: nothing new is taken; what is inside goes on.
     """
 
     max_num_seqs: int
@@ -43,6 +47,10 @@ class Limits:
     dynamic_preferred_size: int = 0
     dynamic_max_queue_delay_seconds: float = 0.1
     num_speculative_tokens: int = 0
+    max_waiting: int = 256
+    max_waiting_tokens: int = 262_144
+    enable_prefix_caching: bool = True
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +67,9 @@ class EngineConfig:
         kv_cache_dtype: one of `engine.precision.CACHE_NAMES`.
         cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
         long_prefill_token_threshold, policy, admission, dynamic_preferred_size, dynamic_max_queue_delay_seconds,
-            num_speculative_tokens: as in `Limits`.
+            num_speculative_tokens, max_waiting, max_waiting_tokens, enable_prefix_caching: as in `Limits`.
         capacity_num_seqs: the highest `max_num_seqs` that can be set while it runs.
         capacity_num_batched_tokens: the same for `max_num_batched_tokens`.
-        enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
-        max_waiting: requests that may wait, in each class of work.
-        max_waiting_tokens: prompt tokens that may wait, in each class of work.
         slow_client_seconds: a reader that takes nothing for so long is aborted.
         keep_request_texts: the tokens of requests that have ended can be looked at for a while.
         slo: what interactive work was promised.
@@ -112,6 +117,9 @@ class EngineConfig:
             dynamic_preferred_size=self.dynamic_preferred_size,
             dynamic_max_queue_delay_seconds=self.dynamic_max_queue_delay_seconds,
             num_speculative_tokens=self.num_speculative_tokens,
+            max_waiting=self.max_waiting,
+            max_waiting_tokens=self.max_waiting_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
         )
 
     @property
@@ -122,6 +130,10 @@ class EngineConfig:
 
 MAX_QUEUE_DELAY_SECONDS = 3600.0
 MAX_SPECULATIVE_TOKENS = 16
+MAX_WAITING = 1 << 20
+MAX_WAITING_TOKENS = 1 << 30
+# Fields of `Limits` that are on or off.
+SWITCHES = ("enable_prefix_caching", "draining")
 
 
 def live_range(name: str, capacity: Limits) -> tuple[int, float]:
@@ -143,4 +155,8 @@ def live_range(name: str, capacity: Limits) -> tuple[int, float]:
             return 0, MAX_QUEUE_DELAY_SECONDS
         case "num_speculative_tokens":
             return 0, MAX_SPECULATIVE_TOKENS
+        case "max_waiting":
+            return 1, MAX_WAITING
+        case "max_waiting_tokens":
+            return 1, MAX_WAITING_TOKENS
     raise ValueError(f"{name} cannot be changed while running")

@@ -11,7 +11,6 @@ from engine.errors import QueueFullError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from engine.config import EngineConfig
     from engine.handle import Handle
     from engine.scheduler import Scheduler
     from engine.stats import Stats
@@ -23,11 +22,9 @@ UNKNOWN_RETRY_AFTER_SECONDS = 5  # nothing has finished in the last minute
 class Door:
     """The open requests, and whether another one may come in. Decided from memory, before anything is tokenized."""
 
-    def __init__(self, scheduler: Scheduler, stats: Stats, config: EngineConfig) -> None:
+    def __init__(self, scheduler: Scheduler, stats: Stats) -> None:
         self._scheduler = scheduler
         self._stats = stats
-        self._max_waiting = config.max_waiting
-        self._max_waiting_tokens = config.max_waiting_tokens
         self._open: tuple[dict[int, Handle], dict[int, Handle]] = ({}, {})  # interactive, background
 
     def __len__(self) -> int:
@@ -50,10 +47,9 @@ class Door:
 
     def check_room(self, *, background: bool, now: float) -> None:
         """Raise `QueueFullError` when as many of this class wait as may."""
-        depth = self._depth(background)
-        if depth >= self._max_waiting:
-            retry_after = self._retry_after(background, now)
-            raise QueueFullError("requests", depth, self._max_waiting, retry_after_seconds=retry_after)
+        depth, limit = self._depth(background), self._scheduler.limits.max_waiting
+        if depth >= limit:
+            raise QueueFullError("requests", depth, limit, retry_after_seconds=self._retry_after(background, now))
 
     def check_tokens(self, handle: Handle, num_tokens: int, now: float) -> None:
         """Raise `QueueFullError` when a prompt of so many tokens cannot wait beside those of its class."""
@@ -61,9 +57,9 @@ class Door:
         running = self._scheduler.classes[background].running
         depth = sum([other.num_prompt_tokens for other in self._open[background].values()])
         depth -= sum([sequence.num_prompt_tokens for sequence in running])
-        if depth and depth + num_tokens > self._max_waiting_tokens:
-            retry_after = self._retry_after(background, now)
-            raise QueueFullError("prompt tokens", depth, self._max_waiting_tokens, retry_after_seconds=retry_after)
+        limit = self._scheduler.limits.max_waiting_tokens
+        if depth and depth + num_tokens > limit:
+            raise QueueFullError("prompt tokens", depth, limit, retry_after_seconds=self._retry_after(background, now))
 
     def _depth(self, background: bool) -> int:
         """Requests of a class beyond those that run and those that the next step will seat."""

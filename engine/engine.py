@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from engine.batching import make_batching
-from engine.config import live_range
+from engine.config import MAX_WAITING, SWITCHES, live_range
 from engine.door import Door
 from engine.errors import DrainingError, QueueFullError, RequestError
 from engine.handle import Handle
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from engine.stepper import Stepper
 
 STALL_SECONDS = 15.0
+IS_ENDING = "draining: finishing what runs, taking nothing new"
+IS_DRAINING = "draining: an operator has it take nothing new; what is inside goes on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Engine:
         self._stats = Stats(config.slo, config.slo_background)
         self._requests = RequestLog(keep_tokens=config.keep_request_texts)
         self._draining = False
-        self._door = Door(self._scheduler, self._stats, config)
+        self._door = Door(self._scheduler, self._stats)
         self._idle = trio.Event()
         self._idle.set()
         self._ids = count(1)
@@ -111,7 +113,7 @@ class Engine:
         An open request has sent at most one Add and two Ends, and stays open until the scheduler has seen them.
         """
         config = self.config
-        max_open = 2 * (config.max_waiting + config.capacity_num_seqs) + 1
+        max_open = 2 * (max(config.max_waiting, MAX_WAITING) + config.capacity_num_seqs) + 1
         self._arrivals, arrivals = trio.open_memory_channel[Handle](max_open)
         self._commands, commands = trio.open_memory_channel[Command](4 * max_open)
         send_result, results = trio.open_memory_channel[Result](16)
@@ -120,7 +122,7 @@ class Engine:
             loaded.chat_template,
             self.model.context_length,
             grammars=grammars,
-            shares_prompts=config.enable_prefix_caching,
+            shares_prompts=lambda: self.limits.enable_prefix_caching,
             arrivals=arrivals,
             commands=self._commands,
             results=send_result,
@@ -163,9 +165,9 @@ class Engine:
             QueueFullError: as many requests, or prompt tokens, wait as may.
             DrainingError: nothing new is taken any more.
         """
-        if self._draining:
+        if self._draining or self.limits.draining:
             self._stats.rejected["draining"] += 1
-            raise DrainingError
+            raise DrainingError(is_ending=self._draining)
         now = trio.current_time()
         try:
             self._door.check_room(background=request.background, now=now)
@@ -183,24 +185,28 @@ class Engine:
         """Somebody was turned away before the engine was asked; `reason` is a label value of the metrics."""
         self._stats.rejected[reason] += 1
 
-    async def set_limits(self, changes: Mapping[str, Any]) -> Limits:
+    async def set_limits(self, changes: Mapping[str, Any], *, flush: bool = False) -> Limits:
         """Change live limits at the next step boundary. Lowering drains, as does another policy: nobody loses a seat.
 
         Args:
             changes: some fields of `Limits`, but not `generation`.
+            flush: forget the prefix cache at the same boundary.
 
         Raises:
             ValueError: unknown, or a value that cannot be; then nothing has changed.
         """
         for name, value in changes.items():
-            if name not in ("policy", "admission"):
+            if name in SWITCHES:
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name} must be true or false, not {value!r}")
+            elif name not in ("policy", "admission"):
                 least, most = live_range(name, self.capacity)
                 if not least <= value <= most:
                     raise ValueError(f"{name} must lie between {least} and {most}, not {value}")
         make_batching(changes.get("policy", "continuous"))
         make_admission(changes.get("admission", "on_demand"))
         done = trio.Event()
-        await self._commands.send(SetLimits(dict(changes), done))
+        await self._commands.send(SetLimits(dict(changes), done, flush))
         await done.wait()
         return self.limits
 
@@ -211,15 +217,27 @@ class Engine:
     def health(self) -> Health:
         """Whether requests are served now. Answered from memory."""
         if self._draining:
-            return Health(False, "draining: finishing what runs, taking nothing new")
+            return Health(False, IS_ENDING)
         started = self._scheduling.step_started
         if started is not None and trio.current_time() - started > STALL_SECONDS:
             return Health(False, f"stalled: a step has been running for {trio.current_time() - started:.0f} s")
+        if self.limits.draining:
+            return Health(False, IS_DRAINING)
         return Health(True)
 
     def drain(self) -> None:
-        """Take nothing new from now on; what is open goes on."""
+        """Take nothing new until the end; what is open goes on. `Limits.draining` is what can be taken back."""
         self._draining = True
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether `drain` was called."""
+        return self._draining
+
+    @property
+    def num_flushed_blocks(self) -> int:
+        """Cached blocks that were forgotten because somebody wanted that, since the start."""
+        return self._scheduler.kv_cache.pool.num_flushed
 
     @property
     def num_open(self) -> int:

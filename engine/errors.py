@@ -109,8 +109,9 @@ class DrainingError(UnavailableError):
 
     code = "draining"
 
-    def __init__(self) -> None:
-        super().__init__("The server is shutting down and takes no new requests.", retry_after_seconds=5)
+    def __init__(self, *, is_ending: bool = True) -> None:
+        why = "is shutting down" if is_ending else "was told by its operator to finish what it has"
+        super().__init__(f"The server {why} and takes no new requests.", retry_after_seconds=5)
 
 
 class EngineError(RelevoError):

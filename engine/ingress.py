@@ -58,7 +58,7 @@ class Ingress:
         usable_capacity: int,
         *,
         grammars: GrammarCompiler,
-        shares_prompts: bool,
+        shares_prompts: Callable[[], bool],
         arrivals: trio.MemoryReceiveChannel[Handle],
         commands: trio.MemorySendChannel[Command],
         results: trio.MemorySendChannel[Result],
@@ -189,7 +189,7 @@ class Ingress:
     def _leader(self, handle: Handle) -> Sequence | None:
         """Whose blocks it can share."""
         after = handle.after
-        if not self._shares_prompts or after is None or after.request.cache_root != handle.request.cache_root:
+        if not self._shares_prompts() or after is None or after.request.cache_root != handle.request.cache_root:
             return None
         return after.sequence
 

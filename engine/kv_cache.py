@@ -131,6 +131,15 @@ class KVCache:
             sequence.num_remembered_blocks = index + 1
         sequence.next_full = (sequence.num_remembered_blocks + 1) * size
 
+    def flush(self, running: Iterable[Sequence]) -> None:
+        """Forget all that is cached; those that run keep their blocks, and remember no more of them.
+
+        What would be remembered after a block that is forgotten could never be found.
+        """
+        self.pool.flush()
+        for sequence in running:
+            sequence.next_full = sequence.end_length + self.block_size
+
     def release(self, sequence: Sequence) -> None:
         """Give back everything the sequence holds."""
         self.pool.free(sequence.block_ids)

@@ -32,10 +32,15 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class SetLimits:
-    """admin → scheduling: new values from the next step on; `done` is set when they hold."""
+    """admin → scheduling: new values from the next step on; `done` is set when they hold.
+
+    Attributes:
+        flush: forget the prefix cache, too.
+    """
 
     changes: Mapping[str, Any]
     done: trio.Event
+    flush: bool = False
 
 
 Command = Add | End | SetLimits

@@ -77,6 +77,13 @@ class PrefixCache:
         del self._found[self._keys.pop(block_id)]
         return block_id
 
+    def clear(self) -> list[int]:
+        """Forget everything; gives the ids of the blocks that nobody referred to."""
+        free = list(self._unreferenced)
+        for known in (self._found, self._keys, self._unreferenced):
+            known.clear()
+        return free
+
     def unreferenced(self) -> set[int]:
         """Ids of the cached blocks that nobody refers to."""
         return set(self._unreferenced)

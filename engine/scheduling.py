@@ -151,9 +151,13 @@ class Scheduling:
             case Add(sequence):
                 self.scheduler.add(sequence)
                 self._requests.open(sequence)
-            case SetLimits(changes, done):
+            case SetLimits(changes, done, flush):
                 limits = self.scheduler.limits
-                self.scheduler.set_limits(replace(limits, generation=limits.generation + 1, **changes))
+                limits = replace(limits, generation=limits.generation + 1, **changes)
+                self.scheduler.set_limits(limits)
+                self.scheduler.kv_cache.enable_prefix_caching = limits.enable_prefix_caching
+                if flush:
+                    self.scheduler.kv_cache.flush(self.scheduler.running)
                 done.set()
             case End(sequence_id, reason):
                 now = trio.current_time()

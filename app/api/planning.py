@@ -110,7 +110,7 @@ def _make_requests(
     """A request for each choice of each prompt."""
     check_in_vocabulary(engine, body.stop_token_ids, "stop_token_ids")
     num_choices = len(prompts) * body.n
-    most = engine.config.max_waiting
+    most = engine.limits.max_waiting
     if num_choices > most:
         message = f"{len(prompts)} prompts with {body.n} choices each are more than the {most} requests that may wait."
         raise InvalidRequestError(message, param="n" if body.n > 1 else "prompt")

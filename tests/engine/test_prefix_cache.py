@@ -128,3 +128,49 @@ def test_a_uid_is_never_used_twice() -> None:
     assert cache.find(again, (2,)) is None
     with pytest.raises(KeyError):
         cache.evict()
+
+
+def test_after_a_flush_nothing_is_found_and_blocks_are_free() -> None:
+    simulation = Simulation(block_size=4)
+    ask(simulation, PROMPT)
+    cache = simulation.scheduler.kv_cache
+    cached = cache.usage.cached
+    assert cached > 0
+    cache.flush(simulation.scheduler.running)
+    assert (cache.usage.cached, cache.usage.free, cache.pool.num_flushed) == (0, cache.usage.total, cached)
+    simulation.scheduler.check_integrity()
+    assert ask(simulation, PROMPT).num_cached_tokens == 0
+    assert ask(simulation, PROMPT).num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("steps", [1, 3, 9])
+def test_a_flush_under_way_changes_no_answer_and_what_runs_leaves_nothing_that_cannot_be_found(steps: int) -> None:
+    simulation = Simulation(block_size=4)
+    sequence = simulation.add_prompt(PROMPT, SamplingParams(max_tokens=20))
+    for _ in range(steps):
+        simulation.step()
+    cache = simulation.scheduler.kv_cache
+    cache.flush(simulation.scheduler.running)
+    simulation.scheduler.check_integrity()
+    simulation.run()
+    assert simulation.outputs[sequence.sequence_id] == expected_output(PROMPT, 20)
+    assert cache.usage.free == cache.usage.total
+    simulation.scheduler.check_integrity()
+
+
+def test_switched_off_and_on_again_what_lay_there_is_found() -> None:
+    """What is computed meanwhile is not kept, also by one that runs over both changes."""
+    simulation = Simulation(block_size=4)
+    cache = simulation.scheduler.kv_cache
+    ask(simulation, PROMPT)
+    kept = cache.usage.cached
+    cache.enable_prefix_caching = False
+    assert ask(simulation, PROMPT).num_cached_tokens == 0
+    long = simulation.add_prompt((7, *PROMPT), SamplingParams(max_tokens=20))
+    simulation.step()
+    cache.enable_prefix_caching = True
+    simulation.run()
+    assert simulation.outputs[long.sequence_id] == expected_output((7, *PROMPT), 20)
+    assert cache.usage.cached == kept
+    assert ask(simulation, PROMPT).num_cached_tokens == 16
+    simulation.scheduler.check_integrity()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quart.typing import ResponseReturnValue
 
     from app.http import Context
+    from app.journal.journal import Journal
 
 HOUR: Final = 3600
 RANGES: Final = {
@@ -96,22 +97,23 @@ def history_blueprint(context: Context) -> Blueprint:
             step = choose_step(span.start, span.end, points)
         name = f"relevo-{_file_time(span.start)}-{_file_time(span.end)}.csv"
         headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
-        return Response(lines(span, step), content_type="text/csv; charset=utf-8", headers=headers)
-
-    async def lines(span: Span, step: int | None) -> AsyncIterator[bytes]:
-        """A few thousand rows at a time, each time asked anew: a slow reader holds nothing."""
-        yield csv_head().encode()
-        start, step = span.start, step or SECOND
-        while True:
-            answer = await journal.ask(Question(start, span.end, CSV_CHUNK, step))
-            if not answer.rows:
-                return
-            yield csv_lines(answer.rows).encode()
-            # Where seconds are no longer kept the rest is in minutes, too.
-            step = answer.step
-            start = int(answer.rows[-1][0] or 0) + step
+        return Response(stream_csv(journal, span, step), content_type="text/csv; charset=utf-8", headers=headers)
 
     return pages
+
+
+async def stream_csv(journal: Journal, span: Span, step: int | None) -> AsyncIterator[bytes]:
+    """The whole of a span, a few thousand rows at a time, each time asked anew: a slow reader holds nothing."""
+    yield csv_head().encode()
+    start, step = span.start, step or SECOND
+    while True:
+        answer = await journal.ask(Question(start, span.end, CSV_CHUNK, step))
+        if not answer.rows:
+            return
+        yield csv_lines(answer.rows).encode()
+        # Where seconds are no longer kept the rest is in minutes, too.
+        step = answer.step
+        start = int(answer.rows[-1][0] or 0) + step
 
 
 def parse_span(args: Mapping[str, str], now: float) -> Span:

@@ -9,6 +9,7 @@ import { findChat, newChat, saveChat, watchChats } from "./chat/store.js";
 import { events, Progress, refusalOf, UNREACHABLE } from "./chat/stream.js";
 
 const SAVE_MS = 1000;
+const LEAVING_MS = 300;
 const page = $("content");
 const log = $("log");
 const message = $("message");
@@ -177,8 +178,12 @@ async function ask(exchange, view) {
   try {
     failure = await read(own, view, body);
   } catch {
-    failure = control.signal.aborted ? null : progress.first === null ? UNREACHABLE
-      : { words: "The connection was lost; what is above is not the whole of it.", again: true };
+    if (!control.signal.aborted) {
+      failure = progress.first === null ? UNREACHABLE
+        : { words: "The connection was lost; what is above is not the whole of it.", again: true };
+      // A page that is being left loses its connections first, and is gone by then.
+      await new Promise((resolve) => { setTimeout(resolve, LEAVING_MS); });
+    }
   }
   clearInterval(saving);
   const stopped = control.signal.aborted;
@@ -348,11 +353,10 @@ function placePanels() {
 }
 
 for (const one of panels) {
-  one.addEventListener("toggle", () => {
-    if (one.open && !wide.matches) for (const other of panels) if (other !== one) other.open = false;
+  one.querySelector("summary").addEventListener("click", (event) => {
+    if (wide.matches) event.preventDefault();   // there they stay open
+    else for (const other of panels) if (other !== one) other.open = false;
   });
-  // In a wide window they stay open.
-  one.querySelector("summary").addEventListener("click", (event) => { if (wide.matches) event.preventDefault(); });
 }
 wide.addEventListener("change", placePanels);
 $("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });

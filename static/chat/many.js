@@ -135,7 +135,10 @@ class Pane {
 
   paint() {
     this.isPainting = false;
+    const { body } = this.markdown;
+    const follow = body.scrollTop + body.clientHeight > body.scrollHeight - 40;
     this.markdown.show(this.progress.text || this.progress.thinking, !this.isOver);
+    if (follow) body.scrollTop = body.scrollHeight;
     if (this.isOver) return;
     const { rate, first, begun, tokens } = this.progress;
     this.tell([this.seat, rate === null ? `${seconds(first - begun)} to first token` : `${rate.toFixed(1)} tokens/s`, plural(tokens, "token")]);

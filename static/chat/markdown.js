@@ -22,7 +22,7 @@ const UNDECIDED = /(?:^|\n)[ \t]*(?:[-=+*_#>|]+|\d+[.)]?)[ \t]*$|[*_~`]+$/;
 export class Markdown {
   constructor(body) {
     this.body = body;
-    this.shown = [];   // {key, node, code} of each block
+    this.shown = [];   // {key, start, node, grow} of each block
   }
 
   show(text, isWriting) {
@@ -31,12 +31,15 @@ export class Markdown {
       const old = this.shown[index];
       if (old?.key === block.key) return;
       if (old?.grow && block.isCode && old.start === block.start) {
-        old.grow(block.tokens[0].content);
+        old.grow(block.tokens[0]);
         old.key = block.key;
         return;
       }
       const made = build(block);
-      if (old) old.node.replaceWith(made.node);
+      if (old?.node.localName === "p" && made.node.localName === "p") {
+        old.node.replaceChildren(...made.node.childNodes);
+        made.node = old.node;
+      } else if (old) old.node.replaceWith(made.node);
       else this.body.append(made.node);
       this.shown[index] = { ...made, key: block.key, start: block.start };
     });
@@ -53,7 +56,7 @@ function split(text) {
   for (const token of reader.parse(text, about)) {
     if (!open) {
       const isCode = token.type === "fence" || token.type === "code_block";
-      open = { tokens: [], isCode, start: `${token.type} ${token.map[0]} ${token.info}` };
+      open = { tokens: [], isCode, start: `${token.type} ${token.map[0]}` };
       open.key = `${open.start}\n${lines.slice(...token.map).join("\n")}`;
     }
     open.tokens.push(token);
@@ -127,16 +130,18 @@ function link(href) {
 
 function codeBlock(token) {
   const node = element("div", "code");
-  const language = token.info.trim().split(/\s/)[0];
+  const name = element("span");
   const code = element("code");
-  const grow = (text) => { code.textContent = text.replace(/\n$/, ""); };
-  grow(token.content);
-  const head = element("p", "code-head");
-  head.append(element("span", "", language), copyButton("plain", () => code.textContent, "Copy this code"));
   const block = element("pre");
   block.tabIndex = 0;   // wide code is scrolled by keyboard too
-  block.dataset.language = language;
   block.append(code);
+  const head = element("p", "code-head");
+  head.append(name, copyButton("plain", () => code.textContent, "Copy this code"));
+  const grow = ({ info, content }) => {
+    block.dataset.language = name.textContent = info.trim().split(/\s/)[0];
+    code.textContent = content.replace(/\n$/, "");
+  };
+  grow(token);
   node.append(head, block);
   return { node, grow };
 }

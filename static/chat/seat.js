@@ -85,7 +85,7 @@ export class SeatPanel {
     if (seen.waiting) rows.push(["waiting for a seat", plural(seen.waiting, "request")]);
     rows.push(["waited for a seat", seconds(place.waited_seconds * 1000)]);
     if (this.prefills.size) rows.push(["prompt read in", plural(this.prefills.size, "step")]);
-    if (place.cached_tokens) rows.push(["from the cache", `${place.cached_tokens} of ${plural(place.prompt_tokens, "prompt token")}`]);
+    if (place.cached_tokens) rows.push(["from the cache", `${place.cached_tokens} of ${plural(place.prompt_tokens, "token")}`]);
     return rows;
   }
 }

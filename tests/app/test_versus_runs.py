@@ -137,6 +137,14 @@ def test_the_port_is_added_to_our_own_command() -> None:
     assert other.words(9, options.model) == ["env", "A=1", "y", "-p9", "-m", "a file.gguf"]
 
 
+@pytest.mark.parametrize("more", [[], ["--model", "m.gguf"]])
+def test_our_own_server_guesses_no_tokens_as_its_peers_do_not(more: list[str]) -> None:
+    ours, guesses = versus.parse([*more, "--peer", "relevo-guesses=relevo serve --port {port}"]).programs
+    words = ours.words(9, "m.gguf")
+    assert words[1:] == ["-m", "app.cli", "serve", "--num-speculative-tokens", "0", *more, "--port", "9"]
+    assert guesses.words(9, "") == ["relevo", "serve", "--port", "9"]
+
+
 FAKE = {"step_seconds": 0.0, "max_model_len": 1024, "num_blocks": 1024, "limits": {"max_num_batched_tokens": 512}}
 HANGS = """
 import sys, time

@@ -81,7 +81,7 @@ def in_turn(programs: list[Program], round_: int) -> list[Program]:
 def parse(words: list[str] | None) -> argparse.Namespace:
     """The options, checked, with `programs` in their order: Relevo first."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.versus", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--relevo", metavar="COMMAND", help="default: the server of this checkout")
+    parser.add_argument("--relevo", metavar="COMMAND", help="default: the server of this checkout, without guesses")
     parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME=COMMAND", help="{port} and {model} in it are filled in"
     )
@@ -107,8 +107,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 
 def programs_of(options: argparse.Namespace) -> list[Program]:
     """Relevo and its peers; `ValueError` says what is wrong with a command."""
-    default = f"{shlex.quote(sys.executable)} -m app.cli serve" + (" --model {model}" if options.model else "")
-    relevo = options.relevo or default
+    default = f"{shlex.quote(sys.executable)} -m app.cli serve --num-speculative-tokens 0"  # as the peers do it
+    relevo = options.relevo or default + (" --model {model}" if options.model else "")
     found = [Program(OURS, relevo if "{port}" in relevo else f"{relevo} --port {{port}}")]
     for word in options.peer:
         name, _, command = word.partition("=")

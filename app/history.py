@@ -1,16 +1,15 @@
-"""One point a second of the last ten minutes: what the charts and the small lines are drawn from."""
+"""One point a second of a window: what the charts and the small lines are drawn from."""
 
 from __future__ import annotations
 
 from collections import deque
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SPAN_SECONDS = 600.0
-BUCKET_SECONDS = 4.0
+# Charts have fewer pixels than there are seconds.
+POINTS = 150
 BAD_TIMES = ("queue_full", "draining")
 
 
@@ -27,13 +26,17 @@ class Point(NamedTuple):
 
     Attributes:
         time: seconds on the telemetry's clock.
-        preemptions, turned_away: totals since the start, so that a difference counts what happened between two points.
-            Turned away is who came at a bad time, and not who asked for what cannot be.
+        ended_rate, within: requests that ended in a second, and the share of them that met their targets, over the
+            window of the snapshot.
+        preemptions, recomputed, evictions, turned_away: totals since the start, so that a difference counts what
+            happened between two points. Turned away is who came at a bad time, and not who asked for what cannot be.
     """
 
     time: float
     output_rate: float
     prompt_rate: float
+    ended_rate: float
+    within: float | None
     running: int
     waiting: int
     seats: int
@@ -45,16 +48,20 @@ class Point(NamedTuple):
     e2e: Quantiles
     step_seconds: float | None
     preemptions: int
+    recomputed: int
+    evictions: int
     turned_away: int
 
 
 def make_point(time: float, snapshot: Mapping[str, Any]) -> Point:
-    """Take from a snapshot what is worth remembering for ten minutes."""
+    """Take from a snapshot what is worth remembering."""
     requests, kv, rates = snapshot["requests"], snapshot["kv"], snapshot["tokens_per_second"]
     return Point(
         time=time,
         output_rate=rates["output"],
         prompt_rate=rates["prompt"],
+        ended_rate=ended_per_second(snapshot),
+        within=share_within(snapshot),
         running=requests["running"],
         waiting=requests["waiting"],
         seats=snapshot["config"]["max_num_seqs"],
@@ -66,8 +73,23 @@ def make_point(time: float, snapshot: Mapping[str, Any]) -> Point:
         e2e=_quantiles(snapshot, "e2e"),
         step_seconds=snapshot["step"]["seconds_p50"],
         preemptions=snapshot["preemptions"],
+        recomputed=snapshot["recomputed_tokens"],
+        evictions=snapshot["prefix_cache"]["evictions"],
         turned_away=sum(requests["rejected_by_reason"].get(reason, 0) for reason in BAD_TIMES),
     )
+
+
+def ended_per_second(snapshot: Mapping[str, Any]) -> float:
+    """Requests that ended, of both classes of work."""
+    rates: list[float] = [work["ended"]["requests_per_second"] for work in (snapshot, snapshot["background"])]
+    return sum(rates)
+
+
+def share_within(snapshot: Mapping[str, Any]) -> float | None:
+    """The share of the interactive requests that met every target they have; `None` where none has ended."""
+    ended = snapshot["ended"]
+    total = ended["finished"] + ended["failed"]
+    return ended["good"] / total if total else None
 
 
 def _quantiles(snapshot: Mapping[str, Any], name: str) -> Quantiles:
@@ -102,11 +124,11 @@ def _highest(quantiles: Sequence[Quantiles]) -> Quantiles:
 
 
 class History:
-    """The points of the last ten minutes, oldest first; beside them the same in groups of a few seconds."""
+    """The points of a window, oldest first; beside them the same in groups of a few seconds."""
 
-    def __init__(self, span_seconds: float = SPAN_SECONDS, bucket_seconds: float = BUCKET_SECONDS) -> None:
+    def __init__(self, span_seconds: int) -> None:
         self.span_seconds = span_seconds
-        self.bucket_seconds = bucket_seconds
+        self.bucket_seconds = max(1.0, span_seconds / POINTS)
         self.points: deque[Point] = deque()
         self._merged: deque[Point] = deque()
         self._group: list[Point] = []
@@ -123,12 +145,16 @@ class History:
             while kept and kept[0].time < point.time - self.span_seconds:
                 kept.popleft()
 
-    def recent(self, seconds: float) -> list[Point]:
-        """Those of the last `seconds`."""
-        if not self.points:
-            return []
-        start = self.points[-1].time - seconds
-        return list(takewhile(lambda point: point.time >= start, reversed(self.points)))[::-1]
+    def recent(self) -> dict[str, int]:
+        """What happened within the window: the object `recent` of `/ops/stats.json`."""
+        first, last = (self.points[0], self.points[-1]) if self.points else (None, None)
+        return {
+            "seconds": self.span_seconds,
+            "refused": last.turned_away - first.turned_away if first and last else 0,
+            "preemptions": last.preemptions - first.preemptions if first and last else 0,
+            "recomputed_tokens": last.recomputed - first.recomputed if first and last else 0,
+            "evictions": last.evictions - first.evictions if first and last else 0,
+        }
 
     def merged(self) -> list[Point]:
         """One point for every few seconds, for charts that have fewer pixels than points."""

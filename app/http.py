@@ -39,6 +39,7 @@ from app.render.templates import make_environment
 from app.request_id import HEADER, choose_request_id
 from app.security import Area, Gate, area_of, is_cross_site, refuse_cross_site
 from engine.errors import RelevoError
+from engine.timeline import DEFAULT_WINDOW
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -101,11 +102,11 @@ class Context:
     started_at: int = field(default_factory=lambda: int(time.time()))
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
 
-    def stats(self) -> dict[str, Any]:
-        """The object of `GET /ops/stats.json`: the engine's numbers and the process's."""
+    def stats(self, window_seconds: int = DEFAULT_WINDOW) -> dict[str, Any]:
+        """The object of `GET /ops/stats.json`: the engine's numbers, the process's, and what is wrong."""
         events = [event.as_json() for event in self.journal.events.latest(NUM_EVENTS)]
         own = {**self.lifecycle.stats(), "events": events, "history": self.journal.stats()}
-        return {**self.engine.snapshot(), **own}
+        return self.telemetry.complete({**self.engine.snapshot(), **own}, window_seconds)
 
 
 def create_app(context: Context) -> QuartTrio:

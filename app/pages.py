@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 from quart import Blueprint, Response, jsonify, request
 
 from app.assets import static_dir
+from app.errors import ApiError
 from app.live_config import ABSENT
 from app.render import words
+from app.render.glossary import TERMS
 from app.render.templates import make_environment
+from engine.samples import MAX_SAMPLES
+from engine.timeline import DEFAULT_WINDOW, WINDOWS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,19 +69,22 @@ def pages_blueprint(context: Context) -> Blueprint:
 
     @pages.get("/ops")
     async def ops() -> Response:
-        parts = telemetry.latest.parts
-        return page("ops", state_html=parts["state"], parts=parts)
+        seconds = parse_window(request.args)
+        parts = telemetry.frame(seconds).parts
+        windows = {"window": seconds // 60, "windows": [window // 60 for window in WINDOWS]}
+        return page("ops", state_html=parts["state"], parts=parts, terms=TERMS, max_samples=MAX_SAMPLES, **windows)
 
     @pages.get("/ops/events")
     async def events() -> Response:
-        response = Response(telemetry.stream(), content_type="text/event-stream; charset=utf-8", headers=STREAM_HEADERS)
+        frames = telemetry.stream(parse_window(request.args))
+        response = Response(frames, content_type="text/event-stream; charset=utf-8", headers=STREAM_HEADERS)
         # Quart would cut the stream after its own response timeout.
         response.timeout = None
         return response
 
     @pages.get("/ops/stats.json")
     async def stats() -> ResponseReturnValue:
-        return jsonify(context.stats())
+        return jsonify(context.stats(parse_window(request.args)))
 
     @pages.get("/admin")
     async def admin() -> Response:
@@ -87,6 +94,19 @@ def pages_blueprint(context: Context) -> Blueprint:
         return page("admin", state_html=telemetry.draw_part("state"), **variables)
 
     return pages
+
+
+def parse_window(args: Mapping[str, str]) -> int:
+    """The seconds of the window that a request asks for in minutes; five minutes where it does not.
+
+    Raises:
+        ApiError: 400, there is no such window.
+    """
+    given = args.get("window", str(DEFAULT_WINDOW // 60))
+    minutes = {str(seconds // 60): seconds for seconds in WINDOWS}
+    if given not in minutes:
+        raise ApiError(400, f"'window' must be one of {', '.join(minutes)}, in minutes.", param="window")
+    return minutes[given]
 
 
 async def set_cache_control(response: Response) -> Response:

@@ -1,4 +1,4 @@
-"""The live view: one look at the engine a second, drawn once for everybody who watches.
+"""The live view: one look at the engine a second, drawn once for everybody who watches the same window.
 
 A watcher holds no queue. It asks for a frame newer than the last one it sent, so a slow one skips frames and can never
 make the server keep anything for it. Nothing is drawn while nobody watches; the history is kept all the same.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
+from app.diagnosis import diagnose
 from app.history import History, make_point
 from app.journal.journal import Journal
 from app.journal.recorder import Recorder
@@ -19,13 +22,15 @@ from app.render.palette import Palette
 from app.render.scene import Scene
 from app.render.table import NUM_STEPS
 from app.render.templates import make_environment
-from app.render.view import PARTS
+from app.render.view import PARTS, WINDOWED
+from engine.timeline import DEFAULT_WINDOW, WINDOWS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
-    from engine.config import EngineConfig
+    from engine.config import EngineConfig, Limits
     from engine.engine import Health, ModelInfo
+    from engine.experience import Course
 
 HEARTBEAT_SECONDS = 15.0
 _log = logging.getLogger(__name__)
@@ -36,9 +41,16 @@ class Watched(Protocol):
 
     config: EngineConfig
     model: ModelInfo
+    capacity: Limits
 
     def snapshot(self) -> dict[str, Any]:
         """The object of `/ops/stats.json`."""
+
+    def experience(self, window_seconds: int) -> dict[str, Any]:
+        """What the snapshot says of the usual window, of another one instead."""
+
+    def course(self, window_seconds: int) -> Course:
+        """A window column by column."""
 
     def health(self) -> Health:
         """Whether new requests are served, and why not."""
@@ -60,7 +72,7 @@ class Frame:
 
 
 class Telemetry:
-    """Looks at the engine once a tick, remembers ten minutes, draws frames for those who watch.
+    """Looks at the engine once a tick, remembers an hour, draws frames for those who watch.
 
     Args:
         engine: asked for its snapshot; never awaited.
@@ -82,14 +94,15 @@ class Telemetry:
         self.journal = Journal() if journal is None else journal
         self._recorder = Recorder(self.journal)
         self.tick_seconds = tick_seconds
-        self.history = History()
-        self.num_watchers = 0
+        self.histories = {seconds: History(seconds) for seconds in WINDOWS}
         self.num_renders = 0
-        self._palette = Palette()
+        self.palette = Palette()
         self._environment = make_environment()
         self._snapshot: dict[str, Any] | None = None
-        self._frame: Frame | None = None
-        self._drawn = False
+        self._watching: Counter[int] = Counter()  # watchers by the seconds of their window
+        self._frames: dict[int, Frame] = {}
+        self._drawn: set[int] = set()  # windows whose frame is of this tick
+        self._shared: dict[str, str] = {}  # parts that are the same in each window, of this tick
         self._closed = False
         self._changed = trio.Event()
 
@@ -107,34 +120,55 @@ class Telemetry:
         snapshot = self.engine.snapshot()
         if self._process is not None:
             snapshot |= self._process()
-        self.history.add(make_point(now, snapshot))
-        self._palette.update(_in_sight(snapshot), _seated(snapshot))
+        point = make_point(now, snapshot)
+        for history in self.histories.values():
+            history.add(point)
+        self.palette.update(_in_sight(snapshot), _seated(snapshot))
         self._snapshot = snapshot
-        self._drawn = False
+        self._drawn.clear()
+        self._shared.clear()
         self._recorder.look(now, snapshot, self.engine.health())
-        if self.num_watchers:
-            self._draw()
+        for seconds in +self._watching:
+            self._draw(seconds)
         self._wake()
 
     @property
-    def latest(self) -> Frame:
-        """The frame of the last tick; drawn now if nobody watched then."""
-        self._look()
-        return self._frame if self._frame and self._drawn else self._draw()
+    def num_watchers(self) -> int:
+        """Open streams."""
+        return self._watching.total()
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
+    @property
+    def latest(self) -> Frame:
+        """The frame of the last tick, of the usual window."""
+        return self.frame(DEFAULT_WINDOW)
+
+    def frame(self, window_seconds: int) -> Frame:
+        """The frame of the last tick; drawn now if nobody watched that window then."""
+        self._look()
+        return self._frames[window_seconds] if window_seconds in self._drawn else self._draw(window_seconds)
+
+    def complete(self, snapshot: Mapping[str, Any], window_seconds: int = DEFAULT_WINDOW) -> dict[str, Any]:
+        """A snapshot with what it says of a window, what happened within it, and what is wrong."""
+        whole = {**snapshot, "recent": self.histories[window_seconds].recent()}
+        if window_seconds != DEFAULT_WINDOW:
+            whole |= self.engine.experience(window_seconds)
+        health, most_seats = self.engine.health(), self.engine.capacity.max_num_seqs
+        findings = diagnose(whole, ready=health.ready, reason=health.reason, most_seats=most_seats)
+        return whole | {"diagnosis": [finding.as_json() for finding in findings]}
+
+    async def stream(self, window_seconds: int = DEFAULT_WINDOW) -> AsyncGenerator[bytes, None]:
         """Server-sent events for one watcher: the parts that changed, a comment when there was nothing to say.
 
         Ends with `event: bye` after `close()`. The reconnection delay is spread, so that a restart is not met by all
         dashboards at the same moment.
         """
-        self.num_watchers += 1
+        self._watching[window_seconds] += 1
         try:
             yield f"retry: {random.randint(1500, 5000)}\n\n".encode()  # noqa: S311 - spreads load, guards nothing
             sent: dict[str, str] = {}
             number = -1
             while not self._closed:
-                frame = self.latest
+                frame = self.frame(window_seconds)
                 if frame.number == number:
                     if await self._wait_in_silence():
                         yield b": still here\n\n"
@@ -145,7 +179,7 @@ class Telemetry:
                 yield "".join(encode_event(name, html) for name, html in fresh.items()).encode() or b": same\n\n"
             yield encode_event("bye", "The server is shutting down.").encode()
         finally:
-            self.num_watchers -= 1
+            self._watching[window_seconds] -= 1
 
     def close(self) -> None:
         """Let all watchers go; used when the server shuts down."""
@@ -164,7 +198,10 @@ class Telemetry:
 
     def draw_part(self, name: str) -> str:
         """One part alone, from the last look; for pages that show no more than the state."""
-        return self._environment.get_template(f"_{name}.html").render(PARTS[name](self._scene(self._look())))
+        return self._render(name, self._scene(self._look(), DEFAULT_WINDOW))
+
+    def _render(self, name: str, scene: Scene) -> str:
+        return self._environment.get_template(f"_{name}.html").render(PARTS[name](scene))
 
     def _look(self) -> dict[str, Any]:
         if self._snapshot is None:
@@ -172,23 +209,29 @@ class Telemetry:
         assert self._snapshot is not None
         return self._snapshot
 
-    def _draw(self) -> Frame:
-        before = self._frame.parts if self._frame else {}
+    def _draw(self, seconds: int) -> Frame:
+        last = self._frames.get(seconds)
+        before = last.parts if last else {}
+        scene = self._scene(self._look(), seconds)
         parts: dict[str, str] = {}
         for name in PARTS:
-            html = self.draw_part(name)
+            if name in WINDOWED:
+                html = self._render(name, scene)
+            elif (html := self._shared.get(name, "")) == "":
+                html = self._shared[name] = self._render(name, scene)
             parts[name] = before[name] if before.get(name) == html else html
-        self._frame = Frame(self._frame.number + 1 if self._frame else 0, parts)
-        self._drawn = True
+        self._frames[seconds] = Frame(last.number + 1 if last else 0, parts)
+        self._drawn.add(seconds)
         self.num_renders += 1
-        return self._frame
+        return self._frames[seconds]
 
-    def _scene(self, snapshot: Mapping[str, Any]) -> Scene:
+    def _scene(self, snapshot: Mapping[str, Any], seconds: int) -> Scene:
         health, model = self.engine.health(), self.engine.model
         return Scene(
-            snapshot=snapshot,
-            history=self.history,
-            palette=self._palette,
+            snapshot=self.complete(snapshot, seconds),
+            history=self.histories[seconds],
+            course=partial(self.engine.course, seconds),
+            palette=self.palette,
             targets=self.engine.config.slo,
             ready=health.ready,
             reason=health.reason,

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 STEPS_A_SECOND = 9
 BLOCK_SIZE = 16
 # Requests a second: (calm, in the middle minutes)
-LOADS = {"idle": (0.0, 0.0), "busy": (1.05, 1.5), "overloaded": (1.1, 3.2), "draining": (1.05, 1.3)}
+LOADS = {
+    "idle": (0.0, 0.0), "busy": (1.05, 1.5), "overloaded": (1.1, 3.2), "draining": (1.05, 1.3), "stalled": (1.0, 1.2),
+}  # fmt: skip
 
 
 @dataclass
@@ -39,6 +41,7 @@ class FakeRequest:
     output: int = 0
     seat: int | None = None
     preemptions: int = 0
+    late_gaps: int = 0
     seated: float | None = None
     first: float | None = None
     last: float | None = None
@@ -61,6 +64,7 @@ class FakeEngine:
     budget: int = 96
     total_blocks: int = 480
     seed: int = 7
+    rate: float = 1.0
     names: tuple[str, ...] = ()
     keys: tuple[str, ...] = ("",)
     model_name: str = "smollm2-135m"
@@ -69,6 +73,10 @@ class FakeEngine:
     generation: int = 0
     preempted_total: int = 0
     recomputed: int = 0
+    queried: int = 0
+    hits: int = 0
+    cached: int = 0
+    evicted: int = 0
     waiting: list[FakeRequest] = field(default_factory=list)
     running: list[FakeRequest] = field(default_factory=list)
     finished: Counter[str] = field(default_factory=Counter)
@@ -76,6 +84,8 @@ class FakeEngine:
     produced: Counter[str] = field(default_factory=Counter)
     policies: dict[str, Any] = field(default_factory=dict)
     is_switching: bool = False
+    is_ending: bool = False
+    num_flushed_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -100,7 +110,7 @@ class FakeEngine:
     def num_waiting(self) -> int:
         return len(self.waiting)
 
-    async def set_limits(self, changes: dict[str, Any]) -> Limits:
+    async def set_limits(self, changes: dict[str, Any], *, flush: bool = False) -> Limits:
         self.policies |= changes
         self.seats = self.policies.pop("max_num_seqs", self.seats)
         self.budget = self.policies.pop("max_num_batched_tokens", self.budget)
@@ -110,6 +120,8 @@ class FakeEngine:
     def health(self) -> SimpleNamespace:
         if self.mode == "draining":
             return SimpleNamespace(ready=False, reason="draining: finishing what runs, taking nothing new")
+        if self.mode == "stalled":
+            return SimpleNamespace(ready=False, reason="stalled: a step has been running for 31 s")
         return SimpleNamespace(ready=True, reason=None)
 
     def advance(self, seconds: float = 1.0) -> None:
@@ -127,6 +139,7 @@ class FakeEngine:
     def _arrive(self) -> None:
         calm, high = LOADS[self.mode]
         load = high if 300 < self.now < 480 or (self.mode == "overloaded" and self.now > 420) else calm
+        load *= self.rate
         while load and self._next <= self.now:
             self._next += self.random.expovariate(load)
             if len(self.waiting) >= 40:
@@ -175,10 +188,20 @@ class FakeEngine:
                 met.windows["tpot"].add(self.now, (self.now - request.first) / (request.output - 1))
             times = RequestTimes(
                 request.arrival, request.background, request.prompt, request.seated, request.first, request.last,
-                request.output, decode_stall=0.4 * request.preemptions,
+                request.output, request.late_gaps, decode_stall=0.4 * request.preemptions,
             )  # fmt: skip
             met.record_end(times, self.now, failed=False)
+            self._keep(request)
         return produced
+
+    def _keep(self, request: FakeRequest) -> None:
+        """Blocks of who has ended are cached, and the oldest given up for them where there are too many."""
+        self.queried += request.prompt
+        self.hits += request.prompt // 3 // BLOCK_SIZE * BLOCK_SIZE
+        self.cached += request.blocks
+        surplus = self.cached - self.total_blocks // 3
+        if surplus > 0:
+            self.cached, self.evicted = self.cached - surplus, self.evicted + surplus
 
     def _emit(self, request: FakeRequest) -> None:
         request.output += 1
@@ -189,6 +212,7 @@ class FakeEngine:
         else:
             gap = (self.now - (request.last or 0)) * noise * (1 + len(self.waiting) / 30)
             self._met(request).windows["itl"].add(self.now, gap)
+            request.late_gaps += gap > (self.config.slo.itl_p95_seconds or gap)
         request.last = self.now
 
     def _met(self, request: FakeRequest) -> ClassStats:
@@ -221,9 +245,15 @@ class FakeEngine:
                 request.seated = self.now
                 self._met(request).windows["queue"].add(self.now, self.now - request.arrival)
 
+    def table(self, num_steps: int, last_step: int | None = None) -> dict[str, Any]:
+        steps = [step for step in self.steps if last_step is None or step["step"] <= last_step][-num_steps:]
+        kept = [self.steps[0]["step"], self.steps[-1]["step"]] if self.steps else [0, 0]
+        return {"seats": self.seats, "budget": self.budget, "kept": kept, "steps": steps}
+
     def snapshot(self) -> dict[str, Any]:
         everybody = [*self.running, *self.waiting]
         used = sum(request.blocks for request in self.running)
+        cached = min(self.cached, self.total_blocks - used)
         waits = "kv_memory" if self.preempted_total else "seats"
         finished = {name: self.finished[name] for name in ("stop", "length", "abort", "error")}
         rejected = {
@@ -252,11 +282,11 @@ class FakeEngine:
             },
             "active": [self._active(r, waits) for r in everybody],
             "kv": {
-                "block_size": BLOCK_SIZE, "total": self.total_blocks, "used": used, "cached": 0,
-                "free": self.total_blocks - used, "usage": used / self.total_blocks,
-                "owners": {r.request_id: r.blocks for r in self.running},
+                "block_size": BLOCK_SIZE, "total": self.total_blocks, "used": used, "cached": cached,
+                "free": self.total_blocks - used - cached, "usage": used / self.total_blocks,
+                "owners": {r.request_id: r.blocks for r in self.running}, "shared": 0,
             },
-            "prefix_cache": {"query_tokens": 0, "hit_tokens": 0},
+            "prefix_cache": {"query_tokens": self.queried, "hit_tokens": self.hits, "evictions": self.evicted},
             "preemptions": self.preempted_total,
             "recomputed_tokens": self.recomputed,
             "padding": {"rows": 0, "tokens": 0},
@@ -267,7 +297,7 @@ class FakeEngine:
             "tokens": {name: self.produced[name] for name in self.rates},
             **self.experience(DEFAULT_WINDOW),
             "config": asdict(self.limits),
-            "table": {"seats": self.seats, "budget": self.budget, "steps": list(self.steps)},
+            "table": self.table(240),
         }  # fmt: skip
 
     def experience(self, window_seconds: int) -> dict[str, Any]:
@@ -283,6 +313,7 @@ class FakeEngine:
     def _active(self, request: FakeRequest, waits: str) -> dict[str, Any]:
         state = "running" if request.seat is not None else "preempted" if request.preemptions else "waiting"
         return {
+            "number": id(request) % 10_000,
             "request_id": request.request_id,
             "key": request.key or None,
             "class": CLASSES[request.background],

@@ -80,8 +80,8 @@ def server(**options: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.stdout.close()
 
 
-def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 30
+def wait_for_port(port: int, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()

@@ -26,9 +26,11 @@ def make_pages_app(engine: FakeEngine, telemetry: Any) -> tuple[QuartTrio, LiveC
     """Pages, settings and history; no model behind the chat. The settings want to be run."""
     journal = telemetry.journal
     live: Any = LiveConfig(engine, journal.audit)  # type: ignore[arg-type]
-    context: Any = SimpleNamespace(
-        engine=engine, telemetry=telemetry, journal=journal, live=live, stats=engine.snapshot
-    )
+
+    def stats(window_seconds: int) -> dict[str, Any]:
+        return telemetry.complete(engine.snapshot(), window_seconds)  # type: ignore[no-any-return]
+
+    context: Any = SimpleNamespace(engine=engine, telemetry=telemetry, journal=journal, live=live, stats=stats)
     app = QuartTrio("pages", static_folder=None)
     app.register_blueprint(pages_blueprint(context))
     app.register_blueprint(history_blueprint(context))

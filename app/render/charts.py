@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from markupsafe import Markup, escape
 
-from app.render.svg import axis_svg, band_paths, line_path, nice_ceiling, number, svg, text
+from app.render.svg import axis_svg, band_paths, line_path, lone_dots, nice_ceiling, number, svg, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +25,32 @@ class Mark(NamedTuple):
     position: float
     kind: str
     text: str
+
+    def draw(self) -> str:
+        """A line from top to bottom, and around it an invisible one that is wide enough to be hit."""
+        path = f"M{number(self.position * WIDTH)} 0V{HEIGHT}"
+        title = f"<title>{escape(self.text)}</title>"
+        lines = f'<path class="mark" d="{path}"/><path class="reach" d="{path}"/>'
+        return f'<g class="event {self.kind}">{lines}{title}</g>'
+
+
+class LegendItem(NamedTuple):
+    """A colour of a picture, what it stands for and how much of that there is."""
+
+    css: str
+    title: str
+    value: str
+
+
+class Figure(NamedTuple):
+    """A picture with its caption; `about` is its key in the glossary, a `wide` one takes two columns."""
+
+    title: str
+    note: str
+    plot: Markup
+    about: str
+    wide: bool = False
+    legend: Sequence[LegendItem] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +76,7 @@ class Chart:
         positions: x of each point, 0 (oldest) to 1 (now).
         lines: drawn in order; the first and the last bound the shaded band where `band` is set.
         word: prints a value of the axis.
+        span: what time is shown, as in `last 5 min`.
         target: a promised limit, drawn dashed.
         ceiling: top of the axis where it is known beforehand.
         marks: events.
@@ -59,6 +86,7 @@ class Chart:
     positions: Sequence[float]
     lines: Sequence[Line]
     word: Callable[[float], str]
+    span: str
     band: bool = False
     target: float | None = None
     ceiling: float | None = None
@@ -68,17 +96,18 @@ class Chart:
 def draw_chart(chart: Chart) -> Markup:
     """The axis and the plot, side by side; the plot stretches to the room that is left."""
     top = _top_of(chart)
-    axis = [text("tick", number(AXIS_WIDTH - 2), y + 3.5, chart.word(value)) for value, y in _grid(top)]
-    plot = [f'<path class="grid" d="M0 {number(y)}H{number(WIDTH)}"/>' for _, y in _grid(top)]
+    axis = [text("tick", number(AXIS_WIDTH - 2), y + 3.5, chart.word(value)) for value, y in grid_lines(top)]
+    plot = [f'<path class="grid" d="M0 {number(y)}H{number(WIDTH)}"/>' for _, y in grid_lines(top)]
     xs = [position * WIDTH for position in chart.positions]
     heights = [[None if v is None else _y(v, top) for v in line.values] for line in chart.lines]
     if chart.band and len(heights) > 1:
         plot.append(f'<path class="band" d="{band_paths(xs, heights[0], heights[-1])}"/>')
     if chart.target is not None and chart.target <= top:
         plot.append(f'<path class="target" d="M0 {number(_y(chart.target, top))}H{number(WIDTH)}"/>')
-    plot += [_draw_mark(mark) for mark in chart.marks]
+    plot += [mark.draw() for mark in chart.marks]
     for line, ys in zip(chart.lines, heights, strict=True):
-        plot.append(f'<path class="line {line.css}" d="{line_path(zip(xs, ys, strict=True))}"/>')
+        path = line_path(zip(xs, ys, strict=True)) + lone_dots(xs, ys)
+        plot.append(f'<path class="line {line.css}" d="{path}"/>')
     drawing = svg("lines", plot, height=HEIGHT, label=_describe(chart), view_box=f"0 0 600 {HEIGHT}")
     labels = axis_svg(axis, width=AXIS_WIDTH, height=HEIGHT)
     return Markup('<div class="plot">{}{}</div>').format(labels, drawing)
@@ -94,13 +123,6 @@ def sparkline(values: Sequence[float | None], css: str = "") -> Markup:
     return svg("spark", [path], height=26, label="", view_box="0 0 600 26")
 
 
-def _draw_mark(mark: Mark) -> str:
-    """A line from top to bottom, and around it an invisible one that is wide enough to be hit."""
-    path = f"M{number(mark.position * WIDTH)} 0V{HEIGHT}"
-    title = f"<title>{escape(mark.text)}</title>"
-    return f'<g class="event {mark.kind}"><path class="mark" d="{path}"/><path class="reach" d="{path}"/>{title}</g>'
-
-
 def _top_of(chart: Chart) -> float:
     if chart.ceiling is not None:
         return max(chart.ceiling, 1e-9)
@@ -111,7 +133,8 @@ def _top_of(chart: Chart) -> float:
     return nice_ceiling(highest)
 
 
-def _grid(top: float) -> list[tuple[float, float]]:
+def grid_lines(top: float) -> list[tuple[float, float]]:
+    """The values that have a line across the plot, and where."""
     return [(value, _y(value, top)) for value in (0.0, top / 2, top)]
 
 
@@ -124,4 +147,4 @@ def _describe(chart: Chart) -> str:
     for line in chart.lines:
         known = [value for value in line.values if value is not None]
         latest.append(f"{line.name} {chart.word(known[-1]) if known else 'not measured'}")
-    return f"{chart.title}, last ten minutes. Now: {', '.join(latest)}."
+    return f"{chart.title}, {chart.span}. Now: {', '.join(latest)}."

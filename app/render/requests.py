@@ -1,4 +1,4 @@
-"""Who runs, who waits and why, and whose the KV memory is."""
+"""Who runs, who waits and why."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from app.render import numbers, words
-from app.render.blocks import Owner, draw_bar, draw_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +44,7 @@ def _request_row(entry: Mapping[str, Any], palette: Palette) -> dict[str, Any]:
     why = words.word(words.WAITING, entry["reason"]) if entry.get("reason") and not seated else ""
     return {
         "id": entry["request_id"],
-        "short": _short(entry["request_id"]),
+        "short": short_id(entry["request_id"]),
         "css": palette.css(entry["request_id"]) if seated else "c-none",
         "state": entry["state"],
         "seated": seated,
@@ -60,23 +59,7 @@ def _request_row(entry: Mapping[str, Any], palette: Palette) -> dict[str, Any]:
     }
 
 
-def memory_variables(scene: Scene) -> dict[str, Any]:
-    """The bar, the grid and what they say in words."""
-    kv, cache = scene.snapshot["kv"], scene.snapshot["prefix_cache"]
-    owners = [Owner(scene.palette.css(name), name, amount) for name, amount in kv.get("owners", {}).items()]
-    picture = draw_blocks(kv, owners)
-    asked = cache["query_tokens"]
-    return {
-        "kv": {name: numbers.count(kv[name]) for name in ("used", "cached", "free", "total", "block_size")},
-        "bar": draw_bar(kv),
-        "grid": picture.grid,
-        "per_cell": picture.blocks_per_cell,
-        "owned": bool(owners),
-        "hit_rate": numbers.percent(cache["hit_tokens"] / asked) if asked else None,
-    }
-
-
-def _short(request_id: str) -> str:
+def short_id(request_id: str) -> str:
     """Ids of our own making are recognised by their first eight digits, and the number of the choice."""
     own = re.fullmatch(r"(?:chatcmpl|cmpl)-([0-9a-f]{8})[0-9a-f]+(-\d+)?", request_id)
     return own[1] + (own[2] or "") if own else request_id

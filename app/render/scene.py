@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from app.journal.events import EventLog
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from app.history import History
     from app.render.palette import Palette
     from engine.config import SloTargets
+    from engine.experience import Course
 
 
 class Promise(NamedTuple):
@@ -26,6 +27,9 @@ class Scene:
     """Everything one frame is drawn from.
 
     Attributes:
+        snapshot: the numbers of `/ops/stats.json`, over the window that is watched.
+        history: the points of that window.
+        course: the window column by column.
         ready: whether new requests are taken; `reason` says why not.
         model: served name; `details` are short facts beside it.
         events: what happened; `problem` says why it does not outlive the process.
@@ -34,6 +38,7 @@ class Scene:
 
     snapshot: Mapping[str, Any]
     history: History
+    course: Callable[[], Course]
     palette: Palette
     targets: SloTargets
     ready: bool

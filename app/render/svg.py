@@ -41,6 +41,16 @@ def line_path(points: Iterable[tuple[float, float | None]]) -> str:
     return "".join(pieces)
 
 
+def lone_dots(xs: Sequence[float], ys: Sequence[float | None]) -> str:
+    """Path data of a dot for each point without a neighbour, of which a line shows nothing."""
+    around = [None, *ys, None]
+    return "".join(
+        f"M{x:.1f} {y:.1f}h0"
+        for x, y, before, after in zip(xs, ys, around, around[2:], strict=False)
+        if y is not None and before is None and after is None
+    )
+
+
 def band_paths(xs: Sequence[float], low: Sequence[float | None], high: Sequence[float | None]) -> str:
     """Path data of the area between two lines, one closed piece for each stretch without gaps."""
     pieces: list[str] = []

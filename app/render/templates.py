@@ -11,6 +11,7 @@ from markupsafe import Markup, escape
 
 from app.assets import static_dir, templates_dir
 from app.render import numbers
+from app.render.glossary import ABOUT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +27,7 @@ def make_environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["asset"] = asset
+    environment.globals["about"] = ABOUT
     environment.filters["count"] = numbers.count
     environment.filters["setting"] = numbers.setting
     environment.filters["plural"] = numbers.plural

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from app.history import ended_per_second, share_within
 from app.render import numbers, words
 from app.render.charts import sparkline
+from app.render.glossary import ABOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -15,63 +17,89 @@ if TYPE_CHECKING:
     from app.history import History, Point
     from app.render.scene import Promise
 
-SPARK_SECONDS = 120.0
+# Where fewer of the requests are within all their targets, it is more than the p95 allows.
+PROMISED_SHARE = 0.95
 
 
 class Tile(NamedTuple):
-    """One figure; `level` is empty, `warn` or `bad`."""
+    """One figure; `level` is empty, `warn` or `bad`, `about` says what it means."""
 
     label: str
     value: str
     unit: str
     note: str
     spark: Markup
+    about: str
     level: str = ""
 
 
 def make_tiles(snapshot: Mapping[str, Any], history: History, promises: Mapping[str, Promise]) -> list[Tile]:
-    """The seven tiles, in reading order."""
-    recent = history.recent(SPARK_SECONDS)
+    """The eight tiles, in reading order: what users feel, what is done, how full it is."""
+    points = history.merged()
 
     def spark(value: Callable[[Point], float | None]) -> Markup:
-        return sparkline([value(point) for point in recent])
+        return sparkline([value(point) for point in points])
 
+    latency = snapshot["latency"]
     return [
+        _latency("ttft", "First token p95", latency["ttft"], promises.get("ttft"), spark(lambda p: p.ttft.p95)),
+        _latency("itl", "Between tokens p95", latency["itl"], promises.get("itl"), spark(lambda p: p.itl.p95)),
+        _within(snapshot, spark(lambda p: p.within)),
+        _requests(snapshot, spark(lambda p: p.ended_rate)),
         _output(snapshot, spark(lambda p: p.output_rate)),
-        _latency("First token p95", snapshot["latency"]["ttft"], promises.get("ttft"), spark(lambda p: p.ttft.p95)),
-        _latency("Between tokens p95", snapshot["latency"]["itl"], promises.get("itl"), spark(lambda p: p.itl.p95)),
-        _waiting(snapshot, spark(lambda p: p.waiting), recent),
+        _waiting(snapshot, spark(lambda p: p.waiting)),
         _running(snapshot, spark(lambda p: p.running)),
-        _memory(snapshot, spark(lambda p: p.kv_used), recent),
-        _step(snapshot, spark(lambda p: p.step_seconds)),
+        _memory(snapshot, spark(lambda p: p.kv_used)),
     ]
+
+
+def _latency(name: str, label: str, latency: Mapping[str, Any], promise: Promise | None, spark: Markup) -> Tile:
+    figure = numbers.seconds(latency["p95"] if latency["count"] else None)
+    note = numbers.plural(latency["count"], "sample") + ("" if latency["exact"] else ", to 1 %")
+    broken = promise is not None and latency["count"] and latency["p95"] > promise.p95_seconds
+    if promise:
+        note = f"{'over' if broken else 'target'} {numbers.seconds(promise.p95_seconds)} · {note}"
+    return Tile(label, figure.text, figure.unit, note, spark, ABOUT[name], "bad" if broken else "")
+
+
+def _within(snapshot: Mapping[str, Any], spark: Markup) -> Tile:
+    ended, share = snapshot["ended"], share_within(snapshot)
+    figure = numbers.percent(share)
+    goodput = numbers.rate(snapshot["slo"]["goodput_requests_per_second"])
+    note = f"goodput {goodput}/s · {numbers.count(ended['good'])} of {numbers.plural(_total(ended), 'request')}"
+    level = "" if share is None or share >= PROMISED_SHARE else "bad"
+    return Tile("Within targets", figure.text, figure.unit, note, spark, ABOUT["met"], level)
+
+
+def _requests(snapshot: Mapping[str, Any], spark: Markup) -> Tile:
+    failed = snapshot["ended"]["failed"] + snapshot["background"]["ended"]["failed"]
+    refused = snapshot["recent"]["refused"]
+    note = f"{numbers.count(refused)} refused · {numbers.count(failed)} failed"
+    level = "bad" if refused or failed else ""
+    return Tile("Requests", str(numbers.rate(ended_per_second(snapshot))), "/s", note, spark, ABOUT["requests"], level)
+
+
+def _total(ended: Mapping[str, int]) -> int:
+    return ended["finished"] + ended["failed"]
 
 
 def _output(snapshot: Mapping[str, Any], spark: Markup) -> Tile:
     rates = snapshot["tokens_per_second"]
     note = f"+ {numbers.rate(rates['prompt'])} prompt tokens/s"
-    return Tile("Output", str(numbers.rate(rates["output"])), "tokens/s", note, spark)
+    return Tile("Output", str(numbers.rate(rates["output"])), "tokens/s", note, spark, ABOUT["output"])
 
 
-def _latency(label: str, latency: Mapping[str, Any], promise: Promise | None, spark: Markup) -> Tile:
-    figure = numbers.seconds(latency["p95"] if latency["count"] else None)
-    note = f"{numbers.plural(latency['count'], 'sample')} in {numbers.duration(latency['window_seconds'])}"
-    if promise:
-        note = f"target {numbers.seconds(promise.p95_seconds)} · {note}"
-    broken = promise is not None and latency["count"] and latency["p95"] > promise.p95_seconds
-    return Tile(label, figure.text, figure.unit, note, spark, "bad" if broken else "")
-
-
-def _waiting(snapshot: Mapping[str, Any], spark: Markup, recent: list[Point]) -> Tile:
+def _waiting(snapshot: Mapping[str, Any], spark: Markup) -> Tile:
     requests, seats = snapshot["requests"], snapshot["config"]["max_num_seqs"]
     reasons = sorted(requests["waiting_by_reason"].items(), key=lambda item: -item[1])
-    note = " · ".join(f"{amount} {words.word(words.WAITING, reason)}" for reason, amount in reasons if amount)
-    refused = recent[-1].turned_away - recent[0].turned_away if recent else 0
-    if refused:
-        note = f"{numbers.count(refused)} refused in 2 min" + (f" · {note}" if note else "")
+    notes = [f"{numbers.count(amount)} {words.word(words.WAITING, reason)}" for reason, amount in reasons if amount]
+    background = requests["by_class"]["background"]["waiting"]
+    if background:
+        notes.append(f"{numbers.count(background)} in the background")
     # A queue longer than the table itself means that users wait for more than one whole turn.
-    level = "bad" if refused else "warn" if requests["waiting"] > seats else ""
-    return Tile("Waiting", numbers.count(requests["waiting"]), "", note or "nobody waits", spark, level)
+    level = "warn" if requests["waiting"] > seats else ""
+    note = " · ".join(notes) or "nobody waits"
+    return Tile("Waiting", numbers.count(requests["waiting"]), "", note, spark, ABOUT["waiting"], level)
 
 
 def _running(snapshot: Mapping[str, Any], spark: Markup) -> Tile:
@@ -84,21 +112,16 @@ def _running(snapshot: Mapping[str, Any], spark: Markup) -> Tile:
         if over
         else "all taken"
     )
-    return Tile("Running", numbers.count(running), f"of {numbers.plural(seats, 'seat')}", note, spark)
+    background = snapshot["requests"]["by_class"]["background"]["running"]
+    if background:
+        note += f" · {numbers.count(background)} in the background"
+    return Tile("Running", numbers.count(running), f"of {numbers.plural(seats, 'seat')}", note, spark, ABOUT["running"])
 
 
-def _memory(snapshot: Mapping[str, Any], spark: Markup, recent: list[Point]) -> Tile:
-    kv = snapshot["kv"]
+def _memory(snapshot: Mapping[str, Any], spark: Markup) -> Tile:
+    kv, preempted = snapshot["kv"], snapshot["recent"]["preemptions"]
     figure = numbers.percent(kv["used"] / kv["total"] if kv["total"] else None)
-    preempted = recent[-1].preemptions - recent[0].preemptions if recent else 0
     note = f"{numbers.count(kv['cached'])} cached · {numbers.count(kv['free'])} free blocks"
     if preempted:
-        note = f"{numbers.plural(preempted, 'preemption')} in 2 min · {numbers.count(kv['free'])} free"
-    return Tile("KV memory", figure.text, figure.unit, note, spark, "warn" if preempted else "")
-
-
-def _step(snapshot: Mapping[str, Any], spark: Markup) -> Tile:
-    step = snapshot["step"]
-    figure = numbers.seconds(step["seconds_p50"])
-    budget = numbers.count(snapshot["config"]["max_num_batched_tokens"])
-    return Tile("Step p50", figure.text, figure.unit, f"budget {budget} tokens a step", spark)
+        note = f"{numbers.plural(preempted, 'preemption')} · {numbers.count(kv['free'])} free"
+    return Tile("KV memory", figure.text, figure.unit, note, spark, ABOUT["kv"], "warn" if preempted else "")

@@ -14,12 +14,12 @@ from app.history import History, make_point
 from app.render import numbers
 from app.render.blocks import Owner, draw_bar, draw_blocks
 from app.render.charts import Chart, Line, draw_chart, sparkline
+from app.render.course import axis_seconds
 from app.render.palette import NUM_COLOURS, Palette
 from app.render.svg import band_paths, line_path, nice_ceiling
 from app.render.table import NUM_STEPS, draw_table
 from app.render.tiles import make_tiles
-from app.render.view import _axis_seconds
-from tests.fake_snapshot import FakeEngine
+from tests.fake_snapshot import FakeEngine, watched
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&"
 
@@ -97,20 +97,18 @@ def test_the_hand_over_is_seen_at_the_table() -> None:
     picture = draw_table({"seats": 2, "budget": 16, "steps": steps}, palette, seats=2)
     titles = re.findall(r"<title>(.*?)</title>", picture.plot)
     assert titles == [
-        "a · seat 1 · prefill · steps 1 to 1 · 8 tokens",
-        "b · seat 2 · prefill · steps 1 to 1 · 8 tokens",
-        "a · seat 1 · decode · steps 2 to 2 · 1 tokens",
-        "b · seat 2 · decode · steps 2 to 4 · 3 tokens",
-        "c · seat 1 · prefill · steps 3 to 3 · 8 tokens",
-        "c · seat 1 · decode · steps 4 to 4 · 1 tokens",
+        "a · seat 1 · prefill 8, decode 1 · steps 1 to 2",
+        "c · seat 1 · prefill 8, decode 1 · steps 3 to 4",
+        "b · seat 2 · prefill 8, decode 3 · steps 1 to 4",
     ]
-    (c_prefill, _c_decode) = rectangles(picture.plot, palette.css("c"))
-    (a_prefill, a_decode) = rectangles(picture.plot, palette.css("a"))
-    assert c_prefill["y"] == a_decode["y"]
-    assert float(c_prefill["x"][:-1]) > float(a_decode["x"][:-1]) > float(a_prefill["x"][:-1])
+    (c_sits,) = rectangles(picture.plot, palette.css("c"))
+    (a_sits,) = rectangles(picture.plot, palette.css("a"))
+    assert c_sits["y"] == a_sits["y"]
+    assert float(c_sits["x"][:-1]) > float(a_sits["x"][:-1])
     assert len(rectangles(picture.plot, "hatch")) == 3
     # Only where somebody else takes over is there an edge.
-    assert len(rectangles(picture.plot, "edge")) == 3
+    (edges,) = [e for e in ET.fromstring(picture.plot).iter("path") if e.get("class") == "edges"]
+    assert edges.attrib["d"].count("M") == 3
     assert (picture.first_step, picture.last_step) == (1, 4)
 
 
@@ -118,7 +116,7 @@ def test_the_labels_of_an_axis_have_room() -> None:
     """Six pixels and a half for a character and three below the line: wider and lower than fonts of this size are."""
     for highest, longest in ((0.5, "500 ms"), (0.0025, "1.5 ms"), (45.0, "50 s")):
         line = Line("p50", "thin", [highest, highest / 2])
-        axis = ET.fromstring(draw_chart(Chart("First token", [0, 1], [line], _axis_seconds)))[0]
+        axis = ET.fromstring(draw_chart(Chart("First token", [0, 1], [line], axis_seconds, span="last 5 min")))[0]
         labels = list(axis.iter("text"))
         assert len(labels) == 3
         assert max(len(label.text or "") for label in labels) >= len(longest)
@@ -200,37 +198,46 @@ def test_an_axis_ends_above_the_data_and_not_far(value: float) -> None:
 
 
 def test_a_chart_says_what_it_shows() -> None:
-    chart = Chart("Output", [0.0, 1.0], [Line("output", "strong", [1.0, 3.0])], lambda v: f"{v:g}", target=2.0)
+    line = Line("output", "strong", [1.0, 3.0])
+    chart = Chart("Output", [0.0, 1.0], [line], lambda v: f"{v:g}", span="last 5 min", target=2.0)
     drawn = draw_chart(chart)
-    assert 'aria-label="Output, last ten minutes. Now: output 3."' in drawn
+    assert 'aria-label="Output, last 5 min. Now: output 3."' in drawn
     assert 'class="target"' in drawn
 
 
-def test_history_keeps_ten_minutes() -> None:
-    engine, history = FakeEngine("busy"), History()
+def test_a_window_keeps_its_points() -> None:
+    engine, history = FakeEngine("busy"), History(300)
     snapshot = engine.snapshot()
     for second in range(700):
-        snapshot["requests"]["waiting"] = 9 if second == 333 else 1
+        snapshot["requests"]["waiting"] = 9 if second == 433 else 1
+        snapshot["preemptions"] = second // 100
         history.add(make_point(float(second), snapshot))
-    assert [history.points[0].time, history.points[-1].time] == [99, 699]
+    assert [history.points[0].time, history.points[-1].time] == [399, 699]
     merged = history.merged()
     assert 149 <= len(merged) <= 151
     assert max(point.waiting for point in merged) == 9, "a short peak is not averaged away"
     positions = [history.position(point.time) for point in merged]
     assert positions == sorted(positions)
     assert (positions[0] >= 0, positions[-1]) == (True, 1)
-    assert [point.time for point in history.recent(3)] == [696, 697, 698, 699]
+    assert history.recent()["preemptions"] == 3
+    assert len(History(60).merged()) == 0
+    assert History(60).recent() == {
+        "seconds": 60, "refused": 0, "preemptions": 0, "recomputed_tokens": 0, "evictions": 0,
+    }  # fmt: skip
 
 
-def test_only_who_came_at_a_bad_time_colours_the_queue() -> None:
+async def test_only_who_came_at_a_bad_time_is_trouble() -> None:
     """A prompt that is too long is its sender's affair."""
-    engine, history = FakeEngine("idle"), History()
-    history.add(make_point(0.0, engine.snapshot()))
+    engine = FakeEngine("idle")
+    telemetry = watched(engine, 1)
     for second, (reason, level) in enumerate([("invalid", ""), ("context_length_exceeded", ""), ("queue_full", "bad")]):
         engine.rejected[reason] += 1
-        history.add(make_point(second + 1.0, engine.snapshot()))
-        (tile,) = [tile for tile in make_tiles(engine.snapshot(), history, {}) if tile.label == "Waiting"]
-        assert (tile.level, "1 refused in 2 min" in tile.note) == (level, level == "bad"), reason
+        engine.now = second + 1.0
+        telemetry.tick(engine.now)
+        snapshot = telemetry.complete(engine.snapshot())
+        (tile,) = [tile for tile in make_tiles(snapshot, telemetry.histories[300], {}) if tile.label == "Requests"]
+        assert (tile.level, "1 refused" in tile.note) == (level, level == "bad"), reason
+        assert [finding["level"] for finding in snapshot["diagnosis"]] == [level or "good"]
 
 
 def test_a_hostile_name_is_text_in_every_picture() -> None:

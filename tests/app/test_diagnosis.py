@@ -1,0 +1,213 @@
+"""What is wrong is said with its cause and the control that helps; where nothing is, that is said."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.diagnosis import ENOUGH_SAMPLES, Finding, diagnose
+from engine.config import NO_TARGETS, Limits, SloTargets
+from engine.experience import all_experience
+from engine.stats import RequestTimes, Stats
+from tests.fake_snapshot import FakeEngine
+
+QUIET = {"seconds": 300, "refused": 0, "preemptions": 0, "recomputed_tokens": 0, "evictions": 0}
+
+
+def house(**changes: Any) -> dict[str, Any]:
+    """Sixteen seats, four of them taken, all promises kept."""
+    snapshot = FakeEngine("idle", seats=16, budget=128).snapshot() | {"recent": dict(QUIET)}
+    snapshot["requests"] |= {"running": 4, "waiting": 0}
+    snapshot["step"]["seconds_p50"] = 0.1
+    for name, value in changes.items():
+        snapshot[name] = {**snapshot[name], **value} if isinstance(value, dict) else value
+    return snapshot
+
+
+def meets(snapshot: dict[str, Any], *, samples: int = 100, background: bool = False, **p95: float) -> dict[str, Any]:
+    """The same with these p95 of latencies."""
+    snapshot = deepcopy(snapshot)
+    latency = (snapshot["background"] if background else snapshot)["latency"]
+    for name, value in p95.items():
+        latency[name] |= {"count": samples, "p50": value / 2, "p90": value, "p95": value, "p99": value}
+    return snapshot
+
+
+def waits(number: int, reason: str) -> dict[str, Any]:
+    return {"running": 16, "waiting": number, "waiting_by_reason": {reason: number}}
+
+
+def found(snapshot: dict[str, Any], *, most_seats: int = 64) -> list[Finding]:
+    return diagnose(snapshot, ready=True, reason=None, most_seats=most_seats)
+
+
+def words(finding: Finding) -> str:
+    text = f"{finding.what}: {finding.why}. {finding.help}"
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_all_is_well_says_what_was_promised_and_met() -> None:
+    (finding,) = found(meets(house(), ttft=0.4, itl=0.06))
+    assert finding.level == "good"
+    met = "first token p95 400 ms of 2.00 s; time between tokens p95 60 ms of 250 ms"
+    assert words(finding).startswith(f"All is well: 4 requests run, nobody waits; {met}")
+
+
+def test_nobody_there() -> None:
+    (finding,) = found(house(requests={"running": 0, "waiting": 0}))
+    assert (finding.level, finding.what) == ("good", "Nothing runs and nobody waits")
+
+
+def test_late_first_tokens_for_want_of_seats_are_helped_by_seats_while_memory_has_room() -> None:
+    late = meets(house(requests=waits(14, "seats"), kv={"usage": 0.37}), ttft=2.1, queue=1.9, itl=0.1)
+    (finding,) = found(late)
+    assert (finding.level, finding.setting) == ("bad", "max_num_seqs")
+    assert words(finding) == (
+        "First token p95 2.10 s, over its target of 2.00 s: 14 wait for a seat. "
+        "Raise the seats (16 now, up to 64): KV memory has room, 37 % is used."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "latencies", "most_seats", "said"),
+    [
+        ({"kv": {"usage": 0.95}}, {}, 64, "KV memory is 95 % used. More seats would not help"),
+        ({"kv": {"usage": 0.2}}, {}, 16, "All 16 seats that can be had are given"),
+        ({"kv": {"usage": 0.2}}, {"itl": 0.24}, 64, "More seats would make tokens later"),
+    ],
+)  # fmt: skip
+def test_seats_are_not_recommended_where_they_do_not_help(
+    changes: dict[str, Any], latencies: dict[str, float], most_seats: int, said: str
+) -> None:
+    late = meets(house(requests=waits(14, "seats"), **changes), ttft=2.1, queue=1.9, **latencies)
+    (finding,) = found(late, most_seats=most_seats)
+    assert said in words(finding)
+    assert finding.setting is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "config", "setting"),
+    [
+        ("kv_memory", {"admission": "reserve"}, "admission"),
+        ("kv_memory", {"admission": "on_demand"}, None),
+        ("token_budget", {}, "max_num_batched_tokens"),
+        ("policy", {"policy": "static"}, "policy"),
+        ("draining", {}, None),
+        ("shared_prompt", {}, None),
+    ],
+)
+def test_each_reason_to_wait_has_its_own_control(reason: str, config: dict[str, str], setting: str | None) -> None:
+    late = meets(house(requests=waits(3, reason), config=config), ttft=5.0, queue=4.0)
+    (finding,) = found(late)
+    assert finding.setting == setting
+    assert "3 wait" in finding.why
+
+
+def test_long_prompts_are_helped_by_the_budget_while_tokens_have_time() -> None:
+    slow = house(requests={"running": 4, "waiting": 0})
+    (finding,) = found(meets(slow, ttft=3.0, queue=0.1, itl=0.1))
+    assert (finding.setting, "Raise the token budget (128 now)" in finding.help) == ("max_num_batched_tokens", True)
+    (finding,) = found(meets(slow, ttft=3.0, queue=0.1, itl=0.24))
+    assert finding.setting is None
+
+
+def test_late_tokens_are_put_down_to_what_makes_them_late() -> None:
+    prefills = {"steps": [{"rows": [[0, "a", "prefill", 100], [1, "b", "decode", 1]]}] * 10}
+    late = meets(house(table=prefills), itl=0.4)
+    (finding,) = found(late)
+    assert (finding.setting, "100 % of the steps" in words(finding)) == ("max_num_batched_tokens", True)
+    late = meets(house(), itl=0.4)
+    (finding,) = found(late)
+    assert (finding.setting, "Lower the seats (16 now)" in finding.help) == ("max_num_seqs", True)
+    late["requests"]["running"] = 1
+    assert "for one alone" in found(late)[0].why
+    late["recent"]["preemptions"] = 3
+    assert "3 times a request lost its seat" in found(late)[0].why
+
+
+def test_late_answers_say_where_the_time_goes() -> None:
+    stats = Stats(SloTargets(None, None, e2e_p95_seconds=10.0), NO_TARGETS)
+    for number in range(30):
+        times = RequestTimes(number, seated=number + 1.0, first_token=number + 2.0, last_token=number + 20.0)
+        stats.record_finish(times, 50.0, "stop")
+    (finding,) = found(house() | all_experience(stats, 50.0, 300))
+    assert "most of it is writing the answer: 18.0 s a request" in words(finding)
+
+
+def test_background_work_has_promises_of_its_own() -> None:
+    snapshot = house()
+    snapshot["background"]["slo"]["targets"] = asdict(SloTargets(60.0, None, None))
+    (finding,) = found(meets(snapshot, background=True, ttft=61.0, queue=1.0))
+    assert finding.what.startswith("Background work: First token p95")
+    assert found(meets(snapshot, background=True, ttft=59.0))[0].level == "good"
+
+
+def test_few_samples_and_a_quiet_house_alarm_less() -> None:
+    (finding,) = found(meets(house(), samples=ENOUGH_SAMPLES - 1, itl=0.4))
+    assert (finding.level, "only 19 samples" in finding.what) == ("warn", True)
+    (finding,) = found(meets(house(requests={"running": 0, "waiting": 0}), ttft=9.0))
+    assert (finding.level, "nothing runs now" in finding.why) == ("warn", True)
+
+
+@pytest.mark.parametrize(
+    ("reason", "level", "what"),
+    [
+        ("draining: finishing what runs", "warn", "The server is draining"),
+        ("stalled: a step has been running for 31 s", "bad", "The engine is stalled"),
+        ("loading: the model is read", "bad", "The server is not ready: loading"),
+        (None, "bad", "The server is not ready: not ready"),
+    ],
+)
+def test_the_state_comes_first(reason: str | None, level: str, what: str) -> None:
+    late = meets(house(), itl=0.4)
+    first, second = diagnose(late, ready=False, reason=reason, most_seats=64)
+    assert (first.level, first.what, second.level) == (level, what, "bad")
+
+
+def test_what_has_one_cause_is_helped_once() -> None:
+    full = house(requests=waits(40, "seats"), recent={"refused": 9}, kv={"usage": 0.1})
+    findings = found(meets(full, ttft=9.0, queue=8.0))
+    assert [finding.level for finding in findings] == ["bad", "bad", "warn"]
+    assert findings[0].what.startswith("9 requests refused")
+    assert [finding.setting for finding in findings] == ["max_num_seqs", None, None]
+    assert {finding.why for finding in findings[1:]} == {"for the same reason"}
+
+
+def test_failures_waste_and_a_late_loop_are_told() -> None:
+    troubled = house(ended={"failed": 2}, useful_row_share=0.5, loop_lag_seconds=0.4, recent={"preemptions": 1})
+    told = " | ".join(words(finding) for finding in found(troubled))
+    assert "2 requests failed in 5 min" in told
+    assert "Only 50 % of what is computed" in told
+    assert "The event loop is 400 ms late" in told
+    assert "1 preemption in 5 min" in told
+    static = house(useful_row_share=0.5, config={"policy": "static"})
+    assert found(static)[0].setting == "policy"
+
+
+@given(st.data())
+def test_every_house_is_told_something_and_only_of_live_settings(data: st.DataObject) -> None:
+    draw = data.draw
+    reasons = ("seats", "token_budget", "kv_memory", "policy", "draining", "shared_prompt")
+    waiting = draw(st.dictionaries(st.sampled_from(reasons), st.integers(1, 50)))
+    snapshot = house(
+        requests={
+            "running": draw(st.integers(0, 40)), "waiting": sum(waiting.values()), "waiting_by_reason": waiting,
+        },
+        kv={"usage": draw(st.floats(0, 1))},
+        recent={"refused": draw(st.integers(0, 3)), "preemptions": draw(st.integers(0, 3))},
+        useful_row_share=draw(st.none() | st.floats(0, 1)),
+        loop_lag_seconds=draw(st.floats(0, 1)),
+    )  # fmt: skip
+    names = draw(st.sets(st.sampled_from(("ttft", "itl", "e2e", "queue"))))
+    snapshot = meets(snapshot, samples=draw(st.integers(1, 99)), **{name: draw(st.floats(0, 99)) for name in names})
+    findings = found(snapshot, most_seats=draw(st.integers(16, 64)))
+    assert findings
+    for finding in findings:
+        assert finding.level in ("bad", "warn", "good")
+        assert finding.setting is None or hasattr(Limits(1, 1), finding.setting)
+        assert finding.as_json()["what"] == finding.what

@@ -38,7 +38,7 @@ _HELP: Final = {
     "admission_rejections": "Requests refused at the door, by reason.",
     "request_aborts": "Requests given up, by cause and by how far they had come.",
     "time_to_first_token_seconds": "From arrival to the first token.",
-    "inter_token_latency_seconds": "Every gap between two tokens of a request.",
+    "inter_token_latency_seconds": "Every gap between two tokens of a request; 0 between those that one step gave it.",
     "request_time_per_output_token_seconds": "Mean gap between a request's tokens.",
     "e2e_request_latency_seconds": "From arrival to the end.",
     "request_queue_time_seconds": "From arrival to the first seat.",

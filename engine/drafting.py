@@ -105,11 +105,14 @@ def add_drafts(plan: Plan, live: Mapping[int, Sequence]) -> None:
     most = plan.limits.num_speculative_tokens
     if not most or not plan.tokens_left or len(plan.rows) > MAX_DRAFTING_ROWS:
         return
+    has_interactive = any(not live[sequence_id].background for _, sequence_id, *_ in plan.rows)
     guesses: list[tuple[float, int, tuple[int, ...]]] = []
     for row, (_, sequence_id, start, _, _, decodes) in enumerate(plan.rows):
         sequence = live[sequence_id]
         if not decodes or not sequence.params.is_plain:
             continue
+        if has_interactive and sequence.background:
+            continue  # the others would wait for its drafts
         # Behind the token that ends the answer nothing is drawn.
         max_tokens = min(most, sequence.room - start - 1, sequence.end_length - start - 2)
         if max_tokens > 0:
@@ -117,7 +120,7 @@ def add_drafts(plan: Plan, live: Mapping[int, Sequence]) -> None:
                 sequence.lookup = PromptLookup()
             guess = sequence.lookup.guess(sequence.token_ids, max_tokens)
             guesses.append((sequence.lookup.share, row, guess))
-    guesses.sort(reverse=True)
+    guesses.sort(key=lambda each: -each[0])  # the surest first, of equals the earlier row
     num_rows = plan.limits.max_num_batched_tokens - plan.tokens_left
     num_gained = float(num_rows)
     for length in range(1, most + 1):

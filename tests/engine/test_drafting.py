@@ -195,6 +195,22 @@ def test_the_surest_are_drafted_first() -> None:
     assert {row: len(draft) for row, draft in drafts.items()} == {1: 2, 2: 1}
 
 
+def test_of_equals_the_earlier_row_is_drafted() -> None:
+    assert plan_for(decoding(rows=3), budget=4).drafts == {0: repeating(1)}
+    assert plan_for(decoding(rows=3), budget=8).drafts == {0: repeating(2), 1: repeating(2), 2: repeating(1)}
+
+
+def test_background_work_is_not_drafted_beside_interactive_work() -> None:
+    live = decoding(rows=3)
+    live[1].background = live[2].background = True
+    assert plan_for(live).drafts.keys() == {0}
+    live[0].background = True
+    assert plan_for(live).drafts.keys() == {0, 1, 2}
+    assert plan_for(live, reading=2).drafts == {}  # somebody waits for that prompt
+    live[1].background = False
+    assert plan_for(live).drafts.keys() == {1}
+
+
 def test_whoever_loses_its_seat_forgets_its_places() -> None:
     simulation = Simulation(num_speculative_tokens=3)
     sequence = simulation.add_prompt(repeating(40), SamplingParams(max_tokens=20))

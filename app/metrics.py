@@ -9,6 +9,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from quart import Blueprint, Response
 
+from app.probes import not_ready
+from engine.timeline import DEFAULT_WINDOW
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -49,6 +52,8 @@ _HELP: Final = {
     "request_num_preemptions": "How often a request lost its seat.",
     "iteration_tokens_total": "Tokens computed in a step.",
 }
+# Present from the first scrape: a series that begins with its first error has not grown, for Prometheus.
+_NO_ERRORS: Final = {(500, "internal_error"): 0, (500, "engine_error"): 0}
 
 
 class EngineCollector(Collector):
@@ -110,7 +115,7 @@ def metrics_blueprint(context: Context) -> Blueprint:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(context.engine.metrics, context.engine.model.name, prefixes))
     ProcessCollector(registry=registry)
-    registry.register(_HttpCollector(context))
+    registry.register(_ServerCollector(context))
     metrics = Blueprint("metrics", __name__)
 
     @metrics.get("/metrics")
@@ -120,23 +125,53 @@ def metrics_blueprint(context: Context) -> Blueprint:
     return metrics
 
 
-class _HttpCollector(Collector):
-    """How late the event loop is, and what was refused over HTTP, also before it came to the engine."""
+class _ServerCollector(Collector):
+    """What the server knows beside the engine: is it ready, were its promises kept, what was refused over HTTP."""
 
     def __init__(self, context: Context) -> None:
+        self._context = context
         self._lag = context.lifecycle.lag
         self._errors = context.errors
         self._journal = context.journal
 
     def collect(self) -> Iterator[Metric]:
+        """All families."""
+        text = "1 where new requests are taken, 0 where /readyz says why not."
+        yield GaugeMetricFamily("relevo:ready", text, value=float(not_ready(self._context) is None))
+        yield from self._promises()
         text = "How much too late a short sleep ended, the worst of the last seconds."
         yield GaugeMetricFamily("relevo:loop_lag_seconds", text, value=self._lag.seconds)
         text = "Answers that are errors, by status and code; errors within a stream are not among them."
         counter = CounterMetricFamily("relevo:http_errors", text, labels=["status", "code"])
-        for (status, code), count in self._errors.items():
+        for (status, code), count in {**_NO_ERRORS, **self._errors}.items():
             counter.add_metric([str(status), code], count)
         yield counter
         text = "Times that the history could not be written or was found damaged."
         yield CounterMetricFamily("relevo:history_write_failures", text, value=self._journal.num_failures)
         text = "Seconds of the history that were lost because they could not be written for too long."
         yield CounterMetricFamily("relevo:history_dropped_rows", text, value=self._journal.num_dropped_rows)
+
+    def _promises(self) -> Iterator[Metric]:
+        """Of the last five minutes, exact: histograms know a p95 to a bucket only, and of all work at once."""
+        labels = ["work_class", "latency"]
+        text = "What 95 % of the latencies were promised to be within."
+        targets = GaugeMetricFamily("relevo:slo_target_seconds", text, labels=labels)
+        text = "Share of the requests that ended in the last five minutes and kept the target, 0 to 1."
+        attainment = GaugeMetricFamily("relevo:slo_attainment", text, labels=labels)
+        text = "95 % of the latencies of the last five minutes were within it."
+        percentiles = GaugeMetricFamily("relevo:latency_p95_seconds", text, labels=labels)
+        met = self._context.engine.experience(DEFAULT_WINDOW)
+        for work_class, work in (("interactive", met), ("background", met["background"])):
+            for latency, summary in work["latency"].items():
+                _add_known(percentiles, work_class, latency, summary["p95"])
+            for name, target in work["slo"]["targets"].items():
+                latency = name.removesuffix("_p95_seconds")
+                _add_known(targets, work_class, latency, target)
+                _add_known(attainment, work_class, latency, work["slo"]["attainment"][name])
+        yield from (targets, attainment, percentiles)
+
+
+def _add_known(family: GaugeMetricFamily, work_class: str, latency: str, value: float | None) -> None:
+    """What is not known has no sample."""
+    if value is not None:
+        family.add_metric([work_class, latency], value)

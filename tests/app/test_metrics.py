@@ -8,6 +8,7 @@ import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.config import SloTargets
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import SamplingParams
 from tests.app.serving import CHAT, Driver, Server, chat_body, make_settings, open_app, open_server
@@ -98,6 +99,26 @@ async def test_drafts_are_counted() -> None:
         assert (await server.client.patch("/admin/config", json={"num_speculative_tokens": 0})).status_code == 200
         await server.client.post(CHAT, json=chat_body("and again", max_tokens=40))
         assert (await server.stats())["speculation"]["draft_tokens"] == drafted
+
+
+async def test_promises_and_what_was_kept_are_told() -> None:
+    slo = SloTargets(ttft_p95_seconds=3.0, itl_p95_seconds=1e-6)
+    async with open_server(limits={"slo": slo}) as server:
+        _, samples = await scrape(server)
+        assert samples["relevo:ready", frozenset()] == 1
+        assert not [name for name, _ in samples if name in ("relevo:slo_attainment", "relevo:latency_p95_seconds")]
+        await server.client.post(CHAT, json=chat_body("abc", max_tokens=4))
+        _, samples = await scrape(server)
+        ttft, itl = (frozenset({"work_class": "interactive", "latency": name}.items()) for name in ("ttft", "itl"))
+        assert samples["relevo:slo_target_seconds", ttft] == 3.0
+        assert samples["relevo:slo_target_seconds", itl] == 1e-6
+        assert (samples["relevo:slo_attainment", ttft], samples["relevo:slo_attainment", itl]) == (1, 0)
+        latency = (await server.stats())["latency"]
+        assert samples["relevo:latency_p95_seconds", ttft] == latency["ttft"]["p95"] > 0
+        assert samples["relevo:latency_p95_seconds", itl] == latency["itl"]["p95"] > 0
+        assert len([name for name, _ in samples if name == "relevo:slo_target_seconds"]) == 2
+        server.engine.drain()
+        assert (await scrape(server))[1]["relevo:ready", frozenset()] == 0
 
 
 async def test_the_foreign_names_can_be_left_out() -> None:

@@ -170,6 +170,11 @@ class ServerSection(Section):
     cors_origins: Origins = _setting(
         (), "", "sites whose pages may use the API, each with a key of its own; * is every site", entries="origins"
     )
+    keep_request_texts: bool = _setting(
+        False,
+        "",
+        "the tokens of the last 200 requests can be looked at under /ops/requests; off, none outlives its answer",
+    )
     state_dir: str | None = _setting(
         None,
         "",
@@ -312,6 +317,7 @@ class Settings(Section):
             max_waiting=scheduler.max_waiting,
             max_waiting_tokens=scheduler.max_waiting_tokens,
             slow_client_seconds=self.server.slow_client_seconds,
+            keep_request_texts=self.server.keep_request_texts,
             slo=SloTargets(**self.slo.model_dump()),
             slo_background=SloTargets(**self.slo_background.model_dump()),
         )

@@ -14,6 +14,7 @@ from app.live_config import ABSENT
 from app.render import words
 from app.render.glossary import TERMS
 from app.render.templates import make_environment
+from app.request_pages import LARGEST_NUMBER, whole_argument
 from engine.samples import MAX_SAMPLES
 from engine.timeline import DEFAULT_WINDOW, WINDOWS
 
@@ -71,6 +72,8 @@ def pages_blueprint(context: Context) -> Blueprint:
     async def ops() -> Response:
         seconds = parse_window(request.args)
         parts = telemetry.frame(seconds).parts
+        if "to" in request.args:
+            parts = {**parts, "table": telemetry.draw_table(whole_argument("to", LARGEST_NUMBER))}
         windows = {"window": seconds // 60, "windows": [window // 60 for window in WINDOWS]}
         return page("ops", state_html=parts["state"], parts=parts, terms=TERMS, max_samples=MAX_SAMPLES, **windows)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,7 @@ from app.history import History, make_point
 from app.journal.journal import Journal
 from app.journal.recorder import Recorder
 from app.render.palette import Palette
+from app.render.requests import MAX_ENDED_ROWS
 from app.render.scene import Scene
 from app.render.table import NUM_STEPS
 from app.render.templates import make_environment
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig, Limits
     from engine.engine import Health, ModelInfo
     from engine.experience import Course
+    from engine.request_view import RequestView
 
 HEARTBEAT_SECONDS = 15.0
 _log = logging.getLogger(__name__)
@@ -42,9 +45,13 @@ class Watched(Protocol):
     config: EngineConfig
     model: ModelInfo
     capacity: Limits
+    requests: RequestView
 
     def snapshot(self) -> dict[str, Any]:
         """The object of `/ops/stats.json`."""
+
+    def table(self, num_steps: int, last_step: int | None = None) -> dict[str, Any]:
+        """`table` of the snapshot, of other steps."""
 
     def experience(self, window_seconds: int) -> dict[str, Any]:
         """What the snapshot says of the usual window, of another one instead."""
@@ -123,7 +130,7 @@ class Telemetry:
         point = make_point(now, snapshot)
         for history in self.histories.values():
             history.add(point)
-        self.palette.update(_in_sight(snapshot), _seated(snapshot))
+        self.palette.update(_in_sight(snapshot), _seated(snapshot), _seats(snapshot))
         self._snapshot = snapshot
         self._drawn.clear()
         self._shared.clear()
@@ -200,6 +207,12 @@ class Telemetry:
         """One part alone, from the last look; for pages that show no more than the state."""
         return self._render(name, self._scene(self._look(), DEFAULT_WINDOW))
 
+    def draw_table(self, last_step: int) -> str:
+        """The table up to an earlier step."""
+        scene = self._scene(self._look(), DEFAULT_WINDOW)
+        past = self.engine.table(NUM_STEPS, last_step)
+        return self._render("table", replace(scene, past=past, palette=self.palette.looking_back()))
+
     def _render(self, name: str, scene: Scene) -> str:
         return self._environment.get_template(f"_{name}.html").render(PARTS[name](scene))
 
@@ -240,6 +253,7 @@ class Telemetry:
             events=self.journal.events,
             problem=self.journal.problem,
             wall=self.journal.wall(),
+            ended=self.engine.requests.finished(MAX_ENDED_ROWS),
         )
 
 
@@ -253,6 +267,10 @@ def _in_sight(snapshot: Mapping[str, Any]) -> list[str]:
     """Requests that are drawn: at the table, and running ones that have not been in a step yet."""
     seen = [row[1] for step in snapshot["table"]["steps"][-NUM_STEPS:] for row in step["rows"]]
     return seen + _seated(snapshot)
+
+
+def _seats(snapshot: Mapping[str, Any]) -> dict[int, str]:
+    return {entry["seat"]: entry["request_id"] for entry in snapshot["active"] if entry["seat"] is not None}
 
 
 def _seated(snapshot: Mapping[str, Any]) -> list[str]:

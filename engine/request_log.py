@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.sequence import Sequence
 
 MAX_FINISHED: Final = 200
-MAX_SPANS: Final = 256  # of one request, 0.2 KB each: at most 10 MB of those that have ended
+MAX_SPANS: Final = 256  # of one request, at most 9 MB of those that have ended
 MAX_KEPT_TOKENS: Final = 1 << 20  # of those that have ended, 4 bytes each, where they are kept at all
 
 

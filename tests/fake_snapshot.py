@@ -96,6 +96,8 @@ class FakeEngine:
         self.model = SimpleNamespace(name=self.model_name, dtype="float32", context_length=2048)
         self.capacity = Limits(64, 1024)
         self.made = 0
+        self.requests = SimpleNamespace(finished=lambda limit: self.ended[:limit])
+        self.ended: list[dict[str, Any]] = []
         self._next = 0.3
 
     @property

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_RUNNING_ROWS = 64
 MAX_WAITING_ROWS = 12
+MAX_ENDED_ROWS = 8
 
 
 def request_variables(scene: Scene) -> dict[str, Any]:
@@ -25,7 +26,8 @@ def request_variables(scene: Scene) -> dict[str, Any]:
     queue = [entry for entry in active if not _seated(entry)]
     shown = seated[:MAX_RUNNING_ROWS] + queue[:MAX_WAITING_ROWS]
     return {
-        "rows": [_request_row(entry, scene.palette) for entry in shown],
+        "rows": [request_row(entry, scene.palette) for entry in shown],
+        "ended": [ended_row(entry) for entry in scene.ended],
         "more": len(active) - len(shown),
         "keyed": any(entry["key"] for entry in shown),
         "running": requests["running"],
@@ -38,11 +40,13 @@ def request_variables(scene: Scene) -> dict[str, Any]:
     }
 
 
-def _request_row(entry: Mapping[str, Any], palette: Palette) -> dict[str, Any]:
+def request_row(entry: Mapping[str, Any], palette: Palette) -> dict[str, Any]:
+    """An open request, from a line of `active` of the statistics."""
     seated = _seated(entry)
     phase = entry["phase"] if seated else ""
     why = words.word(words.WAITING, entry["reason"]) if entry.get("reason") and not seated else ""
     return {
+        "number": entry["number"],
         "id": entry["request_id"],
         "short": short_id(entry["request_id"]),
         "css": palette.css(entry["request_id"]) if seated else "c-none",
@@ -53,7 +57,30 @@ def _request_row(entry: Mapping[str, Any], palette: Palette) -> dict[str, Any]:
         "prompt": numbers.count(entry["prompt_tokens"]),
         "output": numbers.count(entry["output_tokens"]),
         "age": numbers.age(entry["age_seconds"]),
+        "ttft": numbers.seconds(entry["ttft_seconds"]),
         "preemptions": entry["num_preemptions"],
+        "key": entry["key"] or "",
+        "background": entry["class"] == "background",
+    }
+
+
+def ended_row(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A request that has ended, as the engine describes it."""
+    reason = words.word(words.FINISHED, entry["finish_reason"])
+    return {
+        "number": entry["number"],
+        "id": entry["request_id"],
+        "short": short_id(entry["request_id"]),
+        "how": f"{reason}, {words.word(words.ABORTED, entry['abort_cause'])}" if entry["abort_cause"] else reason,
+        "error": entry["error"] or "",
+        "level": "" if entry["finish_reason"] in ("stop", "length") else "bad" if entry["error"] else "few",
+        "prompt": numbers.count(entry["prompt_tokens"]),
+        "cached": numbers.count(entry["cached_tokens"]) if entry["cached_tokens"] else "",
+        "output": numbers.count(entry["output_tokens"]),
+        "ago": numbers.age(entry["age_seconds"] - entry["e2e_seconds"]),
+        "e2e": numbers.seconds(entry["e2e_seconds"]),
+        "ttft": numbers.seconds(entry["ttft_seconds"]),
+        "preemptions": entry["num_preemptions"] or "",
         "key": entry["key"] or "",
         "background": entry["class"] == "background",
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from app.journal.events import EventLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from app.history import History
     from app.render.palette import Palette
@@ -34,6 +34,8 @@ class Scene:
         model: served name; `details` are short facts beside it.
         events: what happened; `problem` says why it does not outlive the process.
         wall: the time of the frame, in seconds since the epoch.
+        ended: the last requests that ended, newest first, as the engine describes them.
+        past: the table to be shown instead of the snapshot's.
     """
 
     snapshot: Mapping[str, Any]
@@ -48,6 +50,8 @@ class Scene:
     events: EventLog = field(default_factory=EventLog)
     problem: str | None = None
     wall: float = 0.0
+    ended: Sequence[Mapping[str, Any]] = ()
+    past: Mapping[str, Any] | None = None
 
     @property
     def promises(self) -> dict[str, Promise]:

@@ -11,7 +11,7 @@ from app.render.events import chart_marks, event_variables
 from app.render.figures import count_groups, latency_tables
 from app.render.memory import memory_variables
 from app.render.requests import request_variables
-from app.render.table import draw_table
+from app.render.table import NUM_STEPS, draw_table
 from app.render.tiles import make_tiles
 
 if TYPE_CHECKING:
@@ -37,7 +37,21 @@ def state_of(scene: Scene) -> dict[str, Any]:
 
 def table_of(scene: Scene) -> TablePicture:
     """Seats and steps; the seats that are drawn are those of the limit that holds now."""
-    return draw_table(scene.snapshot["table"], scene.palette, seats=scene.snapshot["config"]["max_num_seqs"])
+    table = scene.snapshot["table"] if scene.past is None else scene.past
+    return draw_table(table, scene.palette, seats=scene.snapshot["config"]["max_num_seqs"])
+
+
+def table_variables(scene: Scene) -> dict[str, Any]:
+    """The picture, what it is of, and where other steps are."""
+    picture = table_of(scene)
+    oldest, newest = picture.kept
+    return {
+        "picture": picture,
+        "policy": scene.snapshot["config"]["policy"],
+        "is_past": scene.past is not None,
+        "earlier": picture.first_step - 1 if oldest < picture.first_step else None,
+        "later": min(newest, picture.last_step + NUM_STEPS) if picture.last_step < newest else None,
+    }
 
 
 def charts_of(scene: Scene) -> list[Figure]:
@@ -83,7 +97,7 @@ PARTS: dict[str, Callable[[Scene], dict[str, Any]]] = {
     "state": lambda scene: {"state": state_of(scene)},
     "diagnosis": lambda scene: {"findings": scene.snapshot["diagnosis"]},
     "tiles": lambda scene: {"tiles": make_tiles(scene.snapshot, scene.history, scene.promises)},
-    "table": lambda scene: {"picture": table_of(scene), "policy": scene.snapshot["config"]["policy"]},
+    "table": lambda scene: table_variables(scene),
     "charts": lambda scene: {"charts": charts_of(scene), "begin": _window(scene)},
     "latency": lambda scene: {"groups": latency_tables(scene), "window": _window(scene)},
     "requests": lambda scene: request_variables(scene),

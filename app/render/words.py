@@ -16,6 +16,23 @@ WAITING = {
     "shared_prompt": "prompt is read for another choice",
 }
 FINISHED = {"stop": "came to an end", "length": "longest answer", "abort": "aborted", "error": "failed"}
+ABORTED = {
+    "client": "its client left",
+    "timeout": "out of time",
+    "slow_client": "nobody read it",
+    "shutdown": "the server shut down",
+    "admin": "by an operator",
+    "error": "another part of it failed",
+}
+PHASES = {
+    "queued": "waits for a seat",
+    "preempted": "preempted, waits again",
+    "idle": "seated, no tokens",
+    "prefill": "reads its prompt",
+    "recompute": "computes again",
+    "forced": "reads what followed without a choice",
+    "decode": "answers",
+}
 REJECTED = {
     "queue_full": "queue full",
     "context_length_exceeded": "prompt too long",

@@ -18,7 +18,7 @@ SLACK: Final = 0.7
 ENOUGH_SAMPLES: Final = 20
 # Prompts in so many of the steps are felt between the tokens of the others.
 MANY_PREFILLS: Final = 0.2
-RECENT_STEPS: Final = 120
+RECENT_STEPS: Final = 40
 POOR_ROWS: Final = 0.8
 LATE_LOOP_SECONDS: Final = 0.1
 TITLES: Final = {"ttft": "First token", "itl": "Time between tokens", "e2e": "Whole answer"}

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.samples import counted_ranks
-from engine.stats import LATENCIES, SPENT
+from engine.samples import counted_ranks, edge_of
+from engine.stats import SPENT
 from engine.timeline import WIDTHS
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Mapping, Sequence
 
     from engine.stats import ClassStats, Stats
 
 COURSE_PERCENTS = (50, 95, 99)
+# Buckets of 1 % in one band: it ends 1.42 times as high as it begins.
+BAND = 35
 
 
 class Quantiles(NamedTuple):
@@ -44,7 +45,7 @@ class Course:
     Attributes:
         now, seconds, width: the window's end and length, and the width of a column.
         latency: percentiles, by the name of the latency.
-        gaps: number of gaps between tokens, by their bucket (`engine.samples.edge_of`).
+        gaps: number of gaps between tokens, by band: number `b` is from `band_edge(b)` to `band_edge(b + 1)`.
         spent: where the time went.
     """
 
@@ -88,18 +89,12 @@ def experience(work: ClassStats, now: float, seconds: int) -> dict[str, Any]:
 
 def course(work: ClassStats, now: float, seconds: int) -> Course:
     """The same window column by column, for pictures."""
-    gaps = work.windows["itl"].timeline.columns(now, seconds)
     return Course(
         now=now,
         seconds=seconds,
         width=WIDTHS[seconds],
-        latency={
-            name: {
-                column.start: _quantiles(column.counts) for column in work.windows[name].timeline.columns(now, seconds)
-            }
-            for name in LATENCIES
-        },
-        gaps={column.start: column.counts for column in gaps},
+        latency={name: samples.by_column(now, seconds, _quantiles) for name, samples in work.windows.items()},
+        gaps=work.windows["itl"].by_column(now, seconds, _bands),
         spent={
             column.start: _spent(column.counts["timed"], [column.counts[name] for name in SPENT])
             for column in work.outcomes.columns(now, seconds)
@@ -108,9 +103,22 @@ def course(work: ClassStats, now: float, seconds: int) -> Course:
     )
 
 
-def _quantiles(counts: Counter[int]) -> Quantiles:
+def band_edge(band: int) -> float:
+    """Where a band of `Course.gaps` begins, in seconds; the lowest has all that is shorter, too."""
+    return edge_of(band * BAND)
+
+
+def _bands(counts: Mapping[int, int]) -> dict[int, int]:
+    bands: dict[int, int] = {}
+    for bucket, amount in counts.items():
+        band = (bucket - 1) // BAND if bucket else 0
+        bands[band] = bands.get(band, 0) + amount
+    return bands
+
+
+def _quantiles(counts: Mapping[int, int]) -> Quantiles:
     p50, p95, p99 = counted_ranks(counts, COURSE_PERCENTS)
-    return Quantiles(p50, p95, p99, counts.total())
+    return Quantiles(p50, p95, p99, sum(counts.values()))
 
 
 def _spent(requests: int, seconds: Sequence[float]) -> Spent:

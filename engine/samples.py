@@ -7,14 +7,16 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from engine.ordered import Ordered
 from engine.timeline import DEFAULT_WINDOW, Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Seq
+
+T = TypeVar("T")
 
 PERCENTS: Final = (50, 90, 95, 99)
 # Two numbers of eight bytes a sample. A window with more of them is answered from the counts.
@@ -83,6 +85,7 @@ class Samples:
         self._dropped = 0  # samples that came before the first that is kept
         self._dropped_time = -math.inf  # when the last of those came
         self._windows: dict[int, _Window] = {}
+        self._measured: dict[tuple[Callable[..., Any], int], dict[float, Any]] = {}
 
     def add(self, now: float, value: float) -> None:
         """Take a sample, in seconds, at time `now` (never decreasing)."""
@@ -114,6 +117,14 @@ class Samples:
             "window_seconds": float(seconds),
             "exact": exact,
         }
+
+    def by_column(self, now: float, seconds: int, measure: Callable[[Mapping[int, int]], T]) -> dict[float, T]:
+        """What `measure` makes of each column's counts; of a column that is over it is asked once."""
+        columns = self.timeline.columns(now, seconds)
+        known = self._measured.get((measure, seconds), {})
+        found = {start: known[start] if start in known else measure(counts) for start, counts in columns[:-1]}
+        self._measured[measure, seconds] = found
+        return found | {start: measure(counts) for start, counts in columns[-1:]}
 
     def _order(self, now: float, seconds: int) -> Ordered:
         """The kept samples of a window: in step with those that came and went since it was asked for last."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from markupsafe import Markup
@@ -12,10 +11,10 @@ from app.render import numbers
 from app.render.charts import AXIS_WIDTH, HEIGHT, WIDTH, Chart, Figure, LegendItem, Line, draw_chart, grid_lines
 from app.render.events import chart_marks
 from app.render.svg import axis_svg, nice_ceiling, number, svg, text
-from engine.samples import edge_of
+from engine.experience import band_edge
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from app.render.charts import Mark
     from app.render.scene import Scene
@@ -32,8 +31,6 @@ TITLES: Final = {
 SPENT: Final = {"queue": "in the queue", "prefill": "reading", "decode": "writing", "preempted": "seat lost"}
 # A line is not drawn across so many columns without a sample.
 GAP_COLUMNS: Final = 5
-# Buckets of 1 % in one band of the heat map: a band ends 1.42 times as high as it begins.
-BAND: Final = 35
 LEVELS: Final = 8
 LEAST_BANDS: Final = 6
 
@@ -59,10 +56,7 @@ def latency_figure(scene: Scene, course: Course, name: str) -> Figure:
 
 def heat_figure(scene: Scene, course: Course) -> Figure:
     """Gaps between tokens: when, how long, how many."""
-    cells: Counter[tuple[float, int]] = Counter()
-    for start, counts in course.gaps.items():
-        for bucket, amount in counts.items():
-            cells[start, (bucket - 1) // BAND if bucket else 0] += amount
+    cells = {(start, band): amount for start, bands in course.gaps.items() for band, amount in bands.items()}
     target = scene.promises["itl"].p95_seconds if "itl" in scene.promises else None
     most = max(cells.values(), default=0)
     note = "each row a length, each column a time; the darker the more"
@@ -81,7 +75,7 @@ def spent_figure(scene: Scene, course: Course) -> Figure:
 
 
 def _draw_heat(
-    course: Course, cells: Counter[tuple[float, int]], most: int, target: float | None, marks: Sequence[Mark]
+    course: Course, cells: Mapping[tuple[float, int], int], most: int, target: float | None, marks: Sequence[Mark]
 ) -> Markup:
     bands = [band for _, band in cells]
     low = min(bands, default=6)
@@ -96,7 +90,7 @@ def _draw_heat(
         paths.setdefault(level, []).append(f"M{x} {y}h{width}v{number(row)}h-{width}Z")
     body = [f'<path class="heat heat{level}" d="{"".join(drawn)}"/>' for level, drawn in sorted(paths.items())]
     if target is not None:
-        height = HEIGHT - math.log(target / edge_of(low * BAND)) / math.log(edge_of(BAND) / edge_of(0)) * row
+        height = HEIGHT - math.log(target / band_edge(low)) / math.log(band_edge(1) / band_edge(0)) * row
         if 0 < height < HEIGHT:
             body.append(f'<path class="target" d="M0 {number(height)}H{number(WIDTH)}"/>')
     body += [mark.draw() for mark in marks]
@@ -104,8 +98,8 @@ def _draw_heat(
     total = sum(cells.values())
     label = f"Gaps between tokens, {span_of(course.seconds)}: {numbers.plural(total, 'gap')}"
     if total:
-        label += f", the shortest from {axis_seconds(_short(edge_of(low * BAND)))}"
-        label += f", the longest up to {axis_seconds(_short(edge_of((max(bands) + 1) * BAND)))}"
+        label += f", the shortest from {axis_seconds(_short(band_edge(low)))}"
+        label += f", the longest up to {axis_seconds(_short(band_edge(max(bands) + 1)))}"
     drawing = svg("lines heatmap", body, height=HEIGHT, label=f"{label}.", view_box=f"0 0 600 {HEIGHT}")
     return Markup('<div class="plot">{}{}</div>').format(axis, drawing)
 
@@ -116,7 +110,7 @@ def _band_labels(low: int, high: int, row: float) -> list[str]:
     for band in range(low, high + 2, max(1, round((high - low + 1) / 6))):
         baseline = HEIGHT - (band - low) * row + 3.5
         if 8 <= baseline <= HEIGHT:
-            labels.append(text("tick", number(AXIS_WIDTH - 2), baseline, axis_seconds(_short(edge_of(band * BAND)))))
+            labels.append(text("tick", number(AXIS_WIDTH - 2), baseline, axis_seconds(_short(band_edge(band)))))
     return labels
 
 

@@ -20,7 +20,7 @@ LATENCIES = {
     "queue": "In the queue",
 }
 # A percentile means little on few samples; below these numbers it is shown pale.
-RECENT_STEPS = 60
+RECENT_STEPS = 20
 ENOUGH = {"p50": 20, "p95": 300, "p99": 1000}
 
 

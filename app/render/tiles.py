@@ -67,6 +67,8 @@ def _within(snapshot: Mapping[str, Any], spark: Markup) -> Tile:
     figure = numbers.percent(share)
     goodput = numbers.rate(snapshot["slo"]["goodput_requests_per_second"])
     note = f"goodput {goodput}/s · {numbers.count(ended['good'])} of {numbers.plural(_total(ended), 'request')}"
+    if share is None:
+        note = "no request has ended"
     level = "" if share is None or share >= PROMISED_SHARE else "bad"
     return Tile("Within targets", figure.text, figure.unit, note, spark, ABOUT["met"], level)
 

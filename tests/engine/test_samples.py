@@ -113,3 +113,18 @@ def test_an_hour_of_many_tokens_stays_small() -> None:
         samples.add(number / 10, source.lognormvariate(-3, 1))
     for seconds in WINDOWS:
         assert len(samples.timeline._columns[seconds]) <= 77
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), latencies, st.booleans()), max_size=60), st.sampled_from(WINDOWS))
+def test_what_is_made_of_a_column_is_of_all_that_came_into_it(
+    steps: list[tuple[float, float, bool]], seconds: int
+) -> None:
+    """Whenever it was asked for before: only of a column that is over is the answer kept."""
+    samples, now = Samples(), 0.0
+    for gap, value, asks in steps:
+        now += gap
+        samples.add(now, value)
+        if asks:
+            samples.by_column(now, seconds, dict)
+    expected = {column.start: dict(column.counts) for column in samples.timeline.columns(now, seconds)}
+    assert samples.by_column(now, seconds, dict) == expected

@@ -94,7 +94,7 @@ def test_login_once_then_chat_and_dashboard(page: Page) -> None:
         page.fill("#token", "letmein")
         page.press("#token", "Enter")
         page.wait_for_url(f"{url}/ops")
-        page.get_by_text("The table").wait_for()
+        page.get_by_role("heading", name="The table").wait_for()
         page.goto(url)
         page.fill("#token", "secret")
         page.press("#token", "Enter")

@@ -31,6 +31,7 @@ class AuditEntry:
         expires: when it will revert by itself, in the form of `time`.
         reverted: when it did, or was changed again before.
         effective: all settings as they were after it.
+        effect: what users met before and after it, as far as that was measured (`app.effects`).
         entry_id: the same for ever.
     """
 
@@ -43,9 +44,10 @@ class AuditEntry:
     reverted: str | None = None
     effective: Mapping[str, Any] = field(default_factory=dict)
     entry_id: str = field(default_factory=make_id)
+    effect: Mapping[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The object of `GET /admin/audit`."""
+        """The object of `GET /admin/audit`, but for its effect."""
         return {
             "generation": self.generation,
             "time": self.time,
@@ -87,9 +89,16 @@ class AuditLog:
 
     def mark_reverted(self, entry_id: str, time: str) -> None:
         """Say when a temporary change ended."""
+        self._replace(entry_id, reverted=time)
+
+    def mark_effect(self, entry_id: str, effect: Mapping[str, Any]) -> None:
+        """Say what came of a change."""
+        self._replace(entry_id, effect=effect)
+
+    def _replace(self, entry_id: str, **known: Any) -> None:
         for index, entry in enumerate(self._entries):
             if entry.entry_id == entry_id:
-                self._entries[index] = replace(entry, reverted=time)
+                self._entries[index] = replace(entry, **known)
                 if self._keep is not None:
                     self._keep(self._entries[index])
 

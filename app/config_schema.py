@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.config_types import ApiKeys, Bytes, Names, Origins, Secret
-from engine.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SloTargets
+from engine.config import MAX_SPECULATIVE_TOKENS, MAX_WAITING, MAX_WAITING_TOKENS, EngineConfig, SloTargets
 from engine.errors import ConfigError
 
 _CAPACITY_FACTOR = 4
@@ -70,7 +70,7 @@ class CacheSection(Section):
         None, "bytes", "for the KV cache alone; auto takes a quarter of what is free", absent="auto", ge=1 << 20
     )
     enable_prefix_caching: bool = _setting(
-        True, "", "keep what was computed and read it again where prompts begin alike"
+        True, "", "keep what was computed and read it again where prompts begin alike; live"
     )
     cache_sharing: str = _setting(
         "auto",
@@ -134,16 +134,16 @@ class SchedulerSection(Section):
     max_waiting: int = _setting(
         256,
         "requests",
-        "how many may wait, in each class of work; the next is refused at once with 503",
+        "how many may wait, in each class of work; the next is refused at once with 503; live",
         ge=1,
-        le=1 << 20,
+        le=MAX_WAITING,
     )
     max_waiting_tokens: int = _setting(
         262_144,
         "tokens",
-        "prompts that may wait, in each class of work; 1,024 for each of 256 requests",
+        "prompts that may wait, in each class of work; 1,024 for each of 256 requests; live",
         ge=1,
-        le=1 << 30,
+        le=MAX_WAITING_TOKENS,
     )
 
 

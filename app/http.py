@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from app.callers import Callers
     from app.config import Settings
+    from app.effects import EffectWatch
     from app.journal.journal import Journal
     from app.key_service import KeyService
     from app.lifecycle import Lifecycle
@@ -86,7 +87,8 @@ class Context:
         callers: what each API key may expect.
         keys: the API keys, and the only way to change them.
         limits: how much each of them may ask for.
-        live: the only way to change them.
+        live: the only way to change the settings that move.
+        effects: what came of such changes.
         started_at: seconds since the epoch.
         errors: answers that are errors, by their status and their code.
     """
@@ -97,6 +99,7 @@ class Context:
     lifecycle: Lifecycle
     journal: Journal
     live: LiveConfig
+    effects: EffectWatch
     callers: Callers
     keys: KeyService
     limits: Limits

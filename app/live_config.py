@@ -1,64 +1,55 @@
-"""The settings that move while the server runs: checked, applied at a step boundary, written down, reverted in time."""
+"""The settings that move while the server runs: changed at a step boundary, written down, reverted in time."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
 from app.api.errors import ApiError
 from app.audit import AuditEntry, AuditLog, make_id, timestamp
-from app.config import keys
-from engine.batching import POLICIES
+from app.live_change import CHOICES, FLUSH, KEYS, Change, check_value, parse_change
+from app.preview import look, make_preview
 from engine.config import live_range
-from engine.policy import ADMISSIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from app.effects import EffectWatch
+    from app.live_change import Value
     from engine.config import Limits
     from engine.engine import Engine
 
-    Value = int | float | str
-
-CHOICES: Final[dict[str, tuple[str, ...]]] = {"policy": POLICIES, "admission": ADMISSIONS}
-KEYS: Final = (
-    *CHOICES,
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "long_prefill_token_threshold",
-    "dynamic_preferred_size",
-    "dynamic_max_queue_delay_seconds",
-    "num_speculative_tokens",
-)
-# The words for 0, which files and flags take for these settings.
-ABSENT: Final = {
-    key.name: key.absent for key in keys() if key.section == "scheduler" and key.name in KEYS and key.absent
-}
-MAX_REASON_LENGTH: Final = 500
-MAX_TTL_SECONDS: Final = 7 * 86_400.0
 # A step boundary comes after milliseconds. When none comes for so long, the engine hangs.
 APPLY_SECONDS: Final = 20.0
 MAX_ORDERS: Final = 64
+MAX_TOLD: Final = 20
+# No value to tune: it is neither undone with the others nor gone back to with them.
+STATE: Final = "draining"
+REASONS: Final = {"previous": "the last change is taken back", "start": "back to the values at the start"}
 
 
-class OutOfRangeError(ApiError):
-    """A value that cannot be taken; nothing was changed."""
+class ChangedMeanwhileError(ApiError):
+    """Somebody else changed the settings since they were looked at; nothing was changed.
 
-    def __init__(self, param: str, message: str, allowed: tuple[float, float] | None = None) -> None:
-        super().__init__(422, f"'{param}' {message}", param=param, code="out_of_range")
-        if allowed is not None:
-            self.extra["range"] = list(allowed)
+    Args:
+        generation: what holds now.
+        entries: the changes since.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    values: dict[str, Value]
-    reason: str | None
-    ttl_seconds: float | None
+    def __init__(self, seen: int, generation: int, entries: Sequence[AuditEntry]) -> None:
+        super().__init__(
+            409,
+            f"The settings have changed meanwhile: generation {generation} holds, not {seen}. Nothing was changed; "
+            "look again and send it again.",
+            param="if_generation",
+            code="changed_meanwhile",
+        )
+        self.entries = entries[-MAX_TOLD:]
+        self.extra |= {"generation": generation, "changed": [entry.as_json() for entry in self.entries]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +62,14 @@ class _Revert:
     entry_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Order:
-    """A change that somebody waits for; `done` is set when it holds and is written down."""
+    """A change that somebody waits for; `done` is set when it holds and is written down, or `error` says why not."""
 
-    change: _Change
+    change: Change
     who: str
-    done: trio.Event
+    done: trio.Event = field(default_factory=trio.Event)
+    error: ApiError | None = None
 
 
 class LiveConfig:
@@ -87,11 +79,19 @@ class LiveConfig:
     cannot be parted, neither by a client that leaves nor by a step that takes long.
 
     A temporary change goes back to the last value that was not temporary. A later change of the same key replaces it.
+
+    Args:
+        effects: told of each change, to measure what came of it.
+
+    Attributes:
+        start: the values that the server was started with.
     """
 
-    def __init__(self, engine: Engine, audit: AuditLog) -> None:
+    def __init__(self, engine: Engine, audit: AuditLog, effects: EffectWatch | None = None) -> None:
         self._engine = engine
         self._audit = audit
+        self._effects = effects
+        self.start = _values(engine.limits)
         self._reverts: dict[str, _Revert] = {}
         self._send, self._orders = trio.open_memory_channel[_Order](MAX_ORDERS)
 
@@ -101,9 +101,12 @@ class LiveConfig:
         pending = {"max_num_seqs": max(0, engine.num_running - limits.max_num_seqs)}
         if engine.is_switching:
             pending["policy"] = engine.num_running
+        if limits.draining:
+            pending["draining"] = engine.num_running + engine.num_waiting
         return {
             "generation": limits.generation,
             "effective": _values(limits),
+            "start": self.start,
             "capacity": {name: getattr(engine.capacity, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
             "choices": CHOICES,
             "ranges": {name: list(live_range(name, engine.capacity)) for name in KEYS if name not in CHOICES},
@@ -111,14 +114,30 @@ class LiveConfig:
             "reverts": {name: {"to": revert.value, "at": revert.time} for name, revert in self._reverts.items()},
         }
 
+    @property
+    def undo(self) -> dict[str, Value]:
+        """What the settings of the last change were before it; empty where there was none."""
+        for entry in reversed(self._audit.entries):
+            values = {name: old for name, (old, _) in entry.changes.items() if name in KEYS}
+            if values:
+                return values
+        return {}
+
     async def apply(self, body: Mapping[str, Any], *, who: str) -> dict[str, Any]:
         """Check and apply the body of a `PATCH /admin/config`; all of it or nothing.
 
+        Returns:
+            What holds then; of a dry run what holds now, and `preview`.
+
         Raises:
             OutOfRangeError: a key is unknown or a value cannot be taken.
-            ApiError: 503, the engine does not come to a step boundary.
+            ApiError: 409, it was built on what no longer holds, or there is nothing to go back to; 503, the engine does
+                not come to a step boundary.
         """
-        order = _Order(parse_change(body, self._engine.limits, self._engine.capacity), who, trio.Event())
+        change = parse_change(body, self._engine.limits, self._engine.capacity)
+        if change.dry_run:
+            return {**self.view(), "preview": self.preview(change)}
+        order = _Order(change, who)
         try:
             self._send.send_nowait(order)
         except trio.WouldBlock:
@@ -129,41 +148,102 @@ class LiveConfig:
         if scope.cancelled_caught:
             message = "The engine does not answer; the change is made, and written down, when it does."
             raise ApiError(503, message, code="engine_hangs")
+        if order.error is not None:
+            raise order.error
         return self.view()
+
+    def preview(self, change: Change) -> dict[str, Any]:
+        """What a change would do now, without making it: `changes`, `drains`, `words` and who runs.
+
+        Raises:
+            ApiError: as `apply`.
+        """
+        return make_preview(self._resolved(change), self._engine.limits, look(self._engine.snapshot()))
+
+    def check_generation(self, seen: int | None) -> None:
+        """Raise `ChangedMeanwhileError` where somebody looked at another generation than what holds now."""
+        generation = self._engine.limits.generation
+        if seen is not None and seen != generation:
+            raise ChangedMeanwhileError(seen, generation, [e for e in self._audit.entries if e.generation > seen])
 
     async def run(self) -> None:
         """Make the changes that were ordered, and revert temporary ones when their time has come, for ever."""
-        await self._resume()
-        while True:
-            with trio.move_on_at(min((revert.at for revert in self._reverts.values()), default=math.inf)) as scope:
-                order = await self._orders.receive()
-            if not scope.cancelled_caught:
-                await self._set(order.change, order.who)
-                order.done.set()
-                continue
-            now = trio.current_time()
-            values = {name: revert.value for name, revert in self._reverts.items() if revert.at <= now}
-            await self._set(_Change(values, "the time given to the change is over", None), "ttl")
+        async with trio.open_nursery() as nursery:
+            if self._effects is not None:
+                nursery.start_soon(self._effects.run)
+            await self._resume()
+            while True:
+                due = min((revert.at for revert in self._reverts.values()), default=math.inf)
+                with trio.move_on_at(due) as scope:
+                    order = await self._orders.receive()
+                if scope.cancelled_caught:
+                    await self._revert()
+                else:
+                    await self._make(order)
 
-    async def _set(self, change: _Change, who: str) -> None:
+    async def _make(self, order: _Order) -> None:
+        try:
+            await self._set(self._resolved(order.change), order.who)
+        except ApiError as error:
+            order.error = error
+        order.done.set()
+
+    async def _revert(self) -> None:
+        now = trio.current_time()
+        values = {name: revert.value for name, revert in self._reverts.items() if revert.at <= now}
+        await self._set(Change(values, "the time given to the change is over"), "ttl")
+
+    def _resolved(self, change: Change) -> Change:
+        """A change with the values that it stands for now.
+
+        Raises:
+            ApiError: it cannot be made.
+        """
+        self.check_generation(change.if_generation)
+        if change.values.get(STATE) is False and self._engine.is_ending:
+            raise ApiError(
+                409, "The server is shutting down, which cannot be taken back.", param=STATE, code="draining"
+            )
+        if change.restore is None:
+            return change
+        values = self.undo if change.restore == "previous" else {n: v for n, v in self.start.items() if n != STATE}
+        if not values:
+            raise ApiError(409, "There is no change to take back.", param="restore", code="nothing_to_take_back")
+        checked = {name: check_value(name, value, self._engine.capacity) for name, value in values.items()}
+        return replace(change, values=checked, restore=None, reason=change.reason or REASONS[change.restore])
+
+    async def _set(self, change: Change, who: str) -> None:
         before = _values(self._engine.limits)
         changed = {name: (before[name], value) for name, value in change.values.items() if value != before[name]}
-        if changed:
-            await self._engine.set_limits({name: new for name, (_, new) in changed.items()})
-        known = {name: self._reverts[name] for name in change.values if name in self._reverts}
+        done: dict[str, tuple[Any, Any]] = {**changed}
         entry_id = make_id()
+        if changed or change.flush_prefix_cache:
+            new = {name: new for name, (_, new) in changed.items()}
+            done |= await self._order_engine(new, flush=change.flush_prefix_cache)
+            if self._effects is not None:
+                self._effects.begin(entry_id)
+        known = {name: self._reverts[name] for name in change.values if name in self._reverts}
         expires = self._schedule_reverts(change, before, entry_id)
         # How long a value holds is a setting too: the same values for longer, or for good, are an entry.
-        if changed or known or expires is not None:
+        if done or known or expires is not None:
             now = timestamp(time.time())
             limits = self._engine.limits
             entry = AuditEntry(
-                limits.generation, now, who, changed, change.reason, expires, None, _values(limits), entry_id
+                limits.generation, now, who, done, change.reason, expires, None, _values(limits), entry_id
             )
             planned = {revert.entry_id for revert in self._reverts.values()}
             for ended in {revert.entry_id for revert in known.values()} - planned:
                 self._audit.mark_reverted(ended, now)
             self._audit.add(entry)
+
+    async def _order_engine(self, values: dict[str, Value], *, flush: bool) -> dict[str, tuple[int, int]]:
+        """Have the engine take values, and forget its cache; tells how many blocks were forgotten."""
+        if not flush:
+            await self._engine.set_limits(values)
+            return {}
+        flushed = self._engine.num_flushed_blocks
+        await self._engine.set_limits(values, flush=True)
+        return {FLUSH: (self._engine.num_flushed_blocks - flushed, 0)}
 
     async def _resume(self) -> None:
         """A server starts with its configuration, whatever held when it ended: where that differs, it is a change."""
@@ -183,7 +263,7 @@ class LiveConfig:
             reason = "the server was started, and its configuration holds"
             self._audit.add(AuditEntry(limits.generation, now, "start", changed, reason, effective=values))
 
-    def _schedule_reverts(self, change: _Change, before: Mapping[str, Value], entry_id: str) -> str | None:
+    def _schedule_reverts(self, change: Change, before: Mapping[str, Value], entry_id: str) -> str | None:
         """Replace what was planned for the changed keys.
 
         Returns:
@@ -197,66 +277,6 @@ class LiveConfig:
                 expires = timestamp(time.time() + change.ttl_seconds)
                 self._reverts[name] = _Revert(trio.current_time() + change.ttl_seconds, expires, lasting, entry_id)
         return expires
-
-
-def parse_change(body: Mapping[str, Any], limits: Limits, capacity: Limits) -> _Change:
-    """Check a body against what holds now, without changing anything; `null` means absent.
-
-    Raises:
-        OutOfRangeError: naming the key and what it takes.
-    """
-    values: dict[str, Value] = {}
-    reason, ttl_seconds = None, None
-    for name, value in body.items():
-        if name in KEYS:
-            if value is not None:
-                values[name] = _check_value(name, value, capacity)
-        elif name == "reason":
-            reason = _check_reason(value)
-        elif name == "ttl_seconds":
-            ttl_seconds = _check_ttl(value)
-        else:
-            raise OutOfRangeError(name, f"is no live setting; there are {', '.join(KEYS)}, reason and ttl_seconds.")
-    seats = int(values.get("max_num_seqs", limits.max_num_seqs))
-    preferred = int(values.get("dynamic_preferred_size", limits.dynamic_preferred_size))
-    if "dynamic_preferred_size" in values and preferred > seats:
-        message = f"must not be above the seats, which are {seats}; 0 is as many as there are."
-        raise OutOfRangeError("dynamic_preferred_size", message, (0, seats))
-    if preferred > seats:
-        values["dynamic_preferred_size"] = seats  # a batch shrinks with its seats
-    return _Change(values, reason, ttl_seconds)
-
-
-def _check_value(name: str, value: object, capacity: Limits) -> Value:
-    if name in CHOICES:
-        if not isinstance(value, str) or value not in CHOICES[name]:
-            raise OutOfRangeError(name, f"must be one of {', '.join(CHOICES[name])}.")
-        return value
-    least, most = live_range(name, capacity)
-    word = ABSENT.get(name)
-    if word is not None and value == word:
-        return 0
-    kinds, words = ((int, float), "number") if name.endswith("_seconds") else ((int,), "whole number")
-    # `isinstance` alone would take true and false, which count as whole numbers.
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        or_else = f', or "{word}", which is 0' if word else ""
-        raise OutOfRangeError(name, f"must be a {words} from {least} to {most:g}{or_else}.", (least, most))
-    return float(value) if name.endswith("_seconds") else value
-
-
-def _check_reason(value: object) -> str | None:
-    if value is not None and (not isinstance(value, str) or len(value) > MAX_REASON_LENGTH):
-        raise OutOfRangeError("reason", f"must be a text of at most {MAX_REASON_LENGTH} characters.")
-    return value or None
-
-
-def _check_ttl(value: object) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1 <= value <= MAX_TTL_SECONDS:
-        top = int(MAX_TTL_SECONDS)
-        raise OutOfRangeError("ttl_seconds", f"must be a number of seconds from 1 to {top}.", (1, top))
-    return float(value)
 
 
 def _values(limits: Limits) -> dict[str, Value]:

@@ -14,6 +14,7 @@ from hypercorn.trio import serve as serve_asgi
 
 from app.callers import Callers
 from app.connections import ConnectionConfig, use_connections
+from app.effects import EffectWatch
 from app.http import Context, create_app
 from app.interpreter import tune_interpreter
 from app.journal.journal import Journal
@@ -80,13 +81,15 @@ def make_context(
     """
     journal = Journal() if journal is None else journal
     keys = KeyService(Keyring(settings)) if keys is None else keys
+    effects = EffectWatch(engine, journal)
     return Context(
         settings=settings,
         engine=engine,
         telemetry=Telemetry(engine, process=lifecycle.stats, journal=journal),
         lifecycle=lifecycle,
         journal=journal,
-        live=LiveConfig(engine, journal.audit),
+        live=LiveConfig(engine, journal.audit, effects),
+        effects=effects,
         callers=Callers(settings, keys.keyring),
         keys=keys,
         limits=Limits(keys.keyring.get),

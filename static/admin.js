@@ -1,135 +1,79 @@
-// Sends a change of the live settings and shows what came of it; the page itself refreshes from the server.
+// Sliders, what a change would do while it is typed, and what changes elsewhere. Without it the page works as well.
 "use strict";
 (() => {
   const form = document.getElementById("tuning");
-  const controls = document.getElementById("controls");
-  const outcome = document.getElementById("outcome");
-  const inputs = [...form.querySelectorAll("[data-effective]")];
+  const preview = document.getElementById("preview");
   const ranges = new Map([...form.querySelectorAll("input[type=range]")].map((range) => [range.dataset.for, range]));
-  let seen = generation();
-  controls.disabled = false;
-  enableReverts();
+  const fields = [...form.querySelectorAll("input[name^='was.']")].map((was) => ({ was, input: form.elements[was.name.slice(4)] }));
+  let timer = 0;
+  let asked = 0;
+  for (const range of ranges.values()) range.hidden = false;
 
-  function generation() {
-    return document.getElementById("live").dataset.generation;
-  }
-
-  function enableReverts() {
-    for (const button of document.querySelectorAll(".revert")) button.disabled = false;
-  }
+  const touched = () => fields.filter(({ was, input }) => input.value !== was.value);
 
   function set(input, value) {
     input.value = value;
-    const range = ranges.get(input.name);
-    if (range) range.value = value;
+    if (ranges.has(input.name)) ranges.get(input.name).value = value;
   }
 
-  // Takes over what holds on the server, but leaves alone what somebody has begun to change here.
-  function follow(force) {
-    for (const input of inputs) {
-      const value = document.querySelector(`#live [data-value="${input.name}"]`).dataset.raw;
-      if (force || input.value === input.dataset.effective) set(input, value);
-      input.dataset.effective = value;
+  // Takes over what holds on the server. A form that somebody has begun to change keeps the generation that it was built
+  // on, and is told on sending what changed meanwhile.
+  function follow(fresh) {
+    const begun = touched().length > 0;
+    for (const { was, input } of fields) {
+      const now = fresh.querySelector(`#live [data-value="${input.name}"]`).dataset.raw;
+      if (input.value !== was.value || now === was.value) continue;
+      set(input, now);
+      was.value = now;
+    }
+    if (!begun) form.elements.if_generation.value = fresh.getElementById("live").dataset.generation;
+  }
+
+  function refresh(fresh) {
+    for (const part of fresh.querySelectorAll("[data-follow]")) {
+      const place = document.getElementById(part.id);
+      if (!place || place.innerHTML === part.innerHTML) continue;
+      const open = new Set([...place.querySelectorAll("details[open]")].map((details) => details.id));
+      const known = new Set([...place.querySelectorAll("details")].map((details) => details.id));
+      const focus = place.contains(document.activeElement) ? document.activeElement.id : "";
+      Object.assign(place.dataset, part.dataset);
+      place.replaceChildren(...part.childNodes);
+      for (const details of place.querySelectorAll("details")) if (known.has(details.id)) details.open = open.has(details.id);
+      if (focus) document.getElementById(focus)?.focus();
     }
   }
 
-  function showErrors(errors) {
-    for (const place of form.querySelectorAll(".error")) {
-      const name = place.id.slice(0, -"-error".length);
-      place.textContent = errors[name] || "";
-      const field = form.elements[name];
-      if (field) field.toggleAttribute("aria-invalid", name in errors);
-    }
-    const first = Object.keys(errors).find((name) => form.elements[name]);
-    if (first) {
-      form.elements[first].closest("details")?.setAttribute("open", "");
-      form.elements[first].focus();
-    }
-  }
+  const parse = (html) => new DOMParser().parseFromString(html, "text/html");
 
-  async function send(body) {
-    outcome.className = "outcome";
-    outcome.textContent = "Waiting for the next step …";
-    showErrors({});
-    let answer, result;
+  async function ask() {
+    const number = ++asked;
+    if (!touched().length) return preview.replaceChildren();
+    const body = new URLSearchParams(new FormData(form));
+    body.set("action", "preview");
+    let answer;
     try {
-      answer = await fetch("/admin/config", {
-        method: "PATCH", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
-      });
-      result = await answer.json().catch(() => ({}));
+      answer = await fetch("/admin", { method: "POST", body });
     } catch {
-      return fail("The server cannot be reached; nothing is known to have changed.");
+      return; // the next change asks again
     }
-    if (answer.status === 401) return fail("Sign in first: this page needs the admin token. Reload it.");
-    if (!answer.ok) {
-      const error = result.error || {};
-      const message = error.message || `The server answered ${answer.status}.`;
-      if (error.param && document.getElementById(`${error.param}-error`)) {
-        showErrors({ [error.param]: message });
-        return fail("Nothing was changed.");
-      }
-      return fail(message);
-    }
-    const { max_num_seqs: over, policy: running } = result.pending_drain || {};
-    outcome.classList.add("good");
-    outcome.textContent = `Generation ${result.generation} holds.` + (over ? ` ${over} above the limit will finish first.` : "")
-      + (running ? ` The change of policy waits for the ${running} who run.` : "");
-    for (const input of inputs) {
-      input.dataset.effective = result.effective[input.name];
-      set(input, result.effective[input.name]);
-    }
-    document.getElementById("reason").value = "";
-    htmx.trigger(document.body, "config-changed");
+    const fresh = parse(await answer.text()).getElementById("preview");
+    // An answer that another question has overtaken is none.
+    if (fresh && number === asked) preview.replaceChildren(...fresh.childNodes);
   }
 
-  function fail(message) {
-    outcome.classList.add("bad");
-    outcome.textContent = message;
-  }
-
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    const body = {};
-    const errors = {};
-    for (const input of inputs) {
-      if (input.value === input.dataset.effective) continue;
-      if (input.type !== "number") body[input.name] = input.value;
-      // What is no number at all cannot be sent as one; ranges are the server's to judge.
-      else if (input.value.trim() === "" || Number.isNaN(Number(input.value))) errors[input.name] = `A whole number from ${input.min} to ${input.max}.`;
-      else body[input.name] = Number(input.value);
-    }
-    if (Object.keys(errors).length) return showErrors(errors);
-    if (!Object.keys(body).length) { showErrors({}); return fail("These values hold already."); }
-    const reason = form.elements.reason.value.trim();
-    if (reason) body.reason = reason;
-    if (form.elements.ttl.value) body.ttl_seconds = Number(form.elements.ttl.value);
-    send(body);
-  });
-  form.addEventListener("reset", (event) => {
-    event.preventDefault();
-    follow(true);
-    showErrors({});
-    outcome.textContent = "";
-  });
-  form.addEventListener("input", (event) => {
-    const { target } = event;
+  form.addEventListener("input", ({ target }) => {
     if (target.type === "range") form.elements[target.dataset.for].value = target.value;
     else if (ranges.has(target.name)) ranges.get(target.name).value = target.value;
+    clearTimeout(timer);
+    timer = setTimeout(ask, 300);
   });
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest(".revert");
-    if (!button) return;
-    send({ ...JSON.parse(button.dataset.values), reason: `back to generation ${button.dataset.generation}` });
+  document.body.addEventListener("htmx:afterRequest", ({ detail }) => {
+    if (!detail.successful || detail.elt.id !== "state") return;
+    const fresh = parse(detail.xhr.responseText);
+    if (!fresh.getElementById("live")) return;
+    follow(fresh);
+    refresh(fresh);
   });
-  // The history is left alone while nothing changed, so that a button keeps its focus.
-  document.body.addEventListener("htmx:oobBeforeSwap", (event) => {
-    if (event.detail.target.id !== "history") return;
-    const fresh = event.detail.fragment.querySelector("#history");
-    const known = document.getElementById("history").dataset.newest;
-    if (fresh && fresh.dataset.newest === known) event.detail.shouldSwap = false;
-  });
-  document.body.addEventListener("htmx:afterSettle", () => {
-    enableReverts();
-    if (generation() !== seen) { seen = generation(); follow(false); }
-  });
+  const wrong = form.querySelector("[aria-invalid]");
+  if (wrong) wrong.focus();
 })();

@@ -12,9 +12,10 @@ from typing import Any
 import hypercorn.trio
 import trio
 from hypercorn.config import Config
-from quart import Response, request
+from quart import Response, g
 from quart_trio import QuartTrio
 
+from app.admin import admin_blueprint
 from app.history_pages import history_blueprint
 from app.live_config import LiveConfig
 from app.pages import pages_blueprint
@@ -30,15 +31,18 @@ def make_pages_app(engine: FakeEngine, telemetry: Any) -> tuple[QuartTrio, LiveC
     def stats(window_seconds: int) -> dict[str, Any]:
         return telemetry.complete(engine.snapshot(), window_seconds)  # type: ignore[no-any-return]
 
-    context: Any = SimpleNamespace(engine=engine, telemetry=telemetry, journal=journal, live=live, stats=stats)
+    context: Any = SimpleNamespace(
+        engine=engine, telemetry=telemetry, journal=journal, live=live, effects=None, stats=stats
+    )
     app = QuartTrio("pages", static_folder=None)
     app.register_blueprint(pages_blueprint(context))
+    app.register_blueprint(admin_blueprint(context))
     app.register_blueprint(history_blueprint(context))
     templates = make_environment()
 
-    @app.patch("/admin/config")
-    async def change() -> dict[str, Any]:
-        return await live.apply(await request.get_json(), who="admin")
+    @app.before_request
+    async def know_who() -> None:
+        g.who = "admin"
 
     @app.get("/login")
     async def login() -> Response:

@@ -38,6 +38,7 @@ PRUNE_SECONDS: Final = 300.0
 SLOW_SECONDS: Final = 10.0
 CLOSE_SECONDS: Final = 3.0
 MAX_UNWRITTEN_ROWS: Final = 3600
+RECENT_ROWS: Final = 600
 MAX_READERS: Final = 2
 
 
@@ -73,6 +74,7 @@ class Journal:
         self._problem: str | None = None if folder is not None else "no folder was opened for it"
         self._store: Store | None = None
         self._rows: deque[Row] = deque()
+        self._recent: deque[Row] = deque(maxlen=RECENT_ROWS)
         self._waiting = Batch()
         self._in_flight = Batch()
         self._writing_since: float | None = None
@@ -100,8 +102,14 @@ class Journal:
 
     def put_row(self, row: Row) -> None:
         """Keep a second."""
+        self._recent.append(row)
         self._rows.append(row)
         self._bound()
+
+    def recent(self, seconds: int) -> list[Row]:
+        """The rows of the last `seconds`, at most `RECENT_ROWS` of this process; whatever the disk does."""
+        border = int(self.wall()) - seconds
+        return [row for row in self._recent if float(row[0] or 0) > border]
 
     def put_event(self, event: Event) -> None:
         """Keep an event, or what is known of it now."""
@@ -115,11 +123,11 @@ class Journal:
         self.put_event(Event(make_id(), kind, self.wall(), text, running=self.running, waiting=self.waiting))
 
     def _keep_entry(self, entry: AuditEntry) -> None:
-        fresh = entry.entry_id not in self._waiting.entries and entry.reverted is None
+        known = entry.entry_id in self._waiting.entries or entry.reverted is not None or entry.effect is not None
         self._waiting.entries[entry.entry_id] = entry
         self._bound()
         self._wake.set()
-        if fresh and entry.changes:
+        if not known and entry.changes:
             self.note("revert" if entry.who == "ttl" else "config", describe_change(entry))
 
     async def load(self) -> Loaded:

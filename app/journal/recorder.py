@@ -9,6 +9,7 @@ from app.audit import make_id
 from app.journal.events import Event, describe_spell
 from app.journal.incidents import Incidents
 from app.journal.rows import count_totals, make_row
+from engine.engine import IS_ENDING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +51,7 @@ class Recorder:
         word, _, _ = (health.reason or "").partition(":")
         for kind, spell in self._incidents.look(wall, snapshot, stalled=word == "stalled").items():
             self._keep(kind, spell)
-        if word == "draining" and not self._draining:
+        if health.reason == IS_ENDING and not self._draining:
             self._draining = True
             journal.note("drain", "The server was asked to end; those who are inside may finish")
 

@@ -62,9 +62,10 @@ MIGRATIONS: list[str] = [
     );
     CREATE INDEX events_by_time ON events (time);
     """,
+    "ALTER TABLE audit ADD COLUMN effect TEXT;",
 ]
 _EVENT_COLUMNS: Final = 'id, kind, time, text, "end", amount, running, waiting'
-_ENTRY_COLUMNS: Final = "id, generation, time, who, changes, reason, expires, reverted, effective"
+_ENTRY_COLUMNS: Final = "id, generation, time, who, changes, reason, expires, reverted, effective, effect"
 
 
 class StoreError(Exception):
@@ -154,8 +155,8 @@ class Store:
                     f"({merging('history', str(start))} WHERE span = 1 AND time >= {start} AND time < {end})"
                 )
             connection.executemany(
-                f"INSERT INTO audit ({_ENTRY_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) "  # noqa: S608
-                "ON CONFLICT (id) DO UPDATE SET reverted = excluded.reverted",
+                f"INSERT INTO audit ({_ENTRY_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "  # noqa: S608
+                "ON CONFLICT (id) DO UPDATE SET reverted = excluded.reverted, effect = excluded.effect",
                 [_entry_values(entry) for entry in batch.entries.values()],
             )
             connection.executemany(
@@ -272,22 +273,24 @@ def _storable(value: Any) -> Any:
 
 def _entry_values(entry: AuditEntry) -> tuple[Any, ...]:
     changes, effective = json.dumps(entry.changes), json.dumps(dict(entry.effective))
+    effect = None if entry.effect is None else json.dumps(dict(entry.effect))
     values = (
         entry.entry_id, entry.generation, entry.time, entry.who, changes, entry.reason, entry.expires, entry.reverted,
-        effective,
+        effective, effect,
     )  # fmt: skip
     return tuple(map(_storable, values))
 
 
 def _entry(row: tuple[Any, ...]) -> AuditEntry:
     """A row as a change; raises `ValueError` or its like where something is not what was written there."""
-    entry_id, generation, time, who, changes, reason, expires, reverted, effective = row
+    entry_id, generation, time, who, changes, reason, expires, reverted, effective, effect = row
     for moment in (time, expires, reverted):
         if moment is not None:
             datetime.fromisoformat(moment)
     pairs = {name: (old, new) for name, (old, new) in json.loads(changes).items()}
     known = dict(json.loads(effective))
-    return AuditEntry(int(generation), time, who, pairs, reason, expires, reverted, known, entry_id)
+    met = None if effect is None else dict(json.loads(effect))
+    return AuditEntry(int(generation), time, who, pairs, reason, expires, reverted, known, entry_id, met)
 
 
 def _event(row: tuple[Any, ...]) -> Event:

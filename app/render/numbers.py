@@ -43,7 +43,9 @@ def count(value: int | None) -> str:
 
 
 def setting(value: str | float) -> str:
-    """A setting's value: words as people write them, integers with their thousands apart."""
+    """A setting's value: words as people write them, on or off, integers with their thousands apart."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if isinstance(value, str):
         return value.replace("_", " ")
     return count(value) if isinstance(value, int) else f"{value:g}"

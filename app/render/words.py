@@ -37,7 +37,7 @@ REJECTED = {
     "queue_full": "queue full",
     "context_length_exceeded": "prompt too long",
     "rate_limited": "over the limit of its key",
-    "draining": "shutting down",
+    "draining": "taking nothing new",
     "invalid": "not valid, at the engine",
 }
 SETTINGS = {
@@ -49,6 +49,11 @@ SETTINGS = {
     "dynamic_preferred_size": "Dynamic batch size",
     "dynamic_max_queue_delay_seconds": "Dynamic batch delay",
     "num_speculative_tokens": "Drafts",
+    "max_waiting": "Queue, requests",
+    "max_waiting_tokens": "Queue, prompt tokens",
+    "enable_prefix_caching": "Prefix cache",
+    "draining": "Draining",
+    "flush_prefix_cache": "Cached blocks",
 }
 
 

@@ -12,7 +12,8 @@ import trio.testing
 
 from app.api.errors import ApiError
 from app.audit import AuditLog
-from app.live_config import LiveConfig, OutOfRangeError
+from app.live_change import OutOfRangeError
+from app.live_config import LiveConfig
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import SamplingParams
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, events, open_server
@@ -31,6 +32,10 @@ AT_START = {
     "dynamic_preferred_size": 0,
     "dynamic_max_queue_delay_seconds": 0.1,
     "num_speculative_tokens": 0,
+    "max_waiting": 256,
+    "max_waiting_tokens": 262_144,
+    "enable_prefix_caching": True,
+    "draining": False,
 }
 
 
@@ -40,10 +45,13 @@ async def test_the_answer_and_the_history() -> None:
         assert at_start == {
             "generation": 0,
             "effective": AT_START,
+            "start": AT_START,
             "capacity": CAPACITY,
             "choices": {
                 "policy": ["continuous", "static", "dynamic"],
                 "admission": ["on_demand", "reserve", "predicted"],
+                "enable_prefix_caching": [True, False],
+                "draining": [True, False],
             },
             "ranges": {
                 "max_num_seqs": [1, 16],
@@ -52,6 +60,8 @@ async def test_the_answer_and_the_history() -> None:
                 "dynamic_preferred_size": [0, 16],
                 "dynamic_max_queue_delay_seconds": [0, 3600.0],
                 "num_speculative_tokens": [0, 16],
+                "max_waiting": [1, 1 << 20],
+                "max_waiting_tokens": [1, 1 << 30],
             },
             "pending_drain": {},
             "reverts": {},
@@ -109,6 +119,22 @@ async def test_the_answer_and_the_history() -> None:
         ({"dynamic_preferred_size": "none"}, "dynamic_preferred_size"),
         ({"long_prefill_token_threshold": "auto"}, "long_prefill_token_threshold"),
         ({"long_prefill_token_threshold": 257}, "long_prefill_token_threshold"),
+        ({"max_waiting": 0}, "max_waiting"),
+        ({"max_waiting": (1 << 20) + 1}, "max_waiting"),
+        ({"max_waiting_tokens": 0}, "max_waiting_tokens"),
+        ({"max_waiting_tokens": 1.5}, "max_waiting_tokens"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching"),
+        ({"enable_prefix_caching": "off"}, "enable_prefix_caching"),
+        ({"draining": "yes"}, "draining"),
+        ({"flush_prefix_cache": 1}, "flush_prefix_cache"),
+        ({"restore": "yesterday"}, "restore"),
+        ({"restore": ["start"]}, "restore"),
+        ({"restore": "start", "max_num_seqs": 8}, "restore"),
+        ({"max_num_seqs": 8, "if_generation": "0"}, "if_generation"),
+        ({"max_num_seqs": 8, "if_generation": -1}, "if_generation"),
+        ({"max_num_seqs": 8, "if_generation": True}, "if_generation"),
+        ({"max_num_seqs": 8, "dry_run": 1}, "dry_run"),
+        ({"max_num_seqs": 17, "dry_run": True}, "max_num_seqs"),
         ({"max_num_seqs": 8, "reason": 5}, "reason"),
         ({"max_num_seqs": 8, "reason": "x" * 501}, "reason"),
     ],

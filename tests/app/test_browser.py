@@ -52,37 +52,6 @@ def test_the_dashboard_says_when_it_stands_still_and_comes_back(page: Page) -> N
             until(page, "document.getElementById('connection')?.hidden === true", 15)
 
 
-def test_seats_are_changed_told_and_reverted(page: Page) -> None:
-    with server() as (url, _):
-        page.goto(f"{url}/admin")
-        page.fill("#max_num_seqs", "9")
-        page.fill("#reason", "for <b>the</b> test")
-        page.click("#apply")
-        page.get_by_text("Generation 1 holds.").wait_for()
-        until(page, "document.querySelector('#live [data-value=max_num_seqs]').textContent === '9'")
-        page.get_by_text("“for <b>the</b> test”").wait_for()
-        # Out of range: the server's words stand at the field and nothing was changed.
-        page.fill("#max_num_seqs", "1000")
-        page.press("#max_num_seqs", "Enter")
-        page.locator("#max_num_seqs-error").get_by_text("from 1 to 16").wait_for()
-        assert page.evaluate("document.activeElement.id") == "max_num_seqs"
-        assert page.evaluate("fetch('/admin/config').then(a => a.json())")["effective"]["max_num_seqs"] == 9
-        page.fill("#max_num_seqs", "")
-        page.click("#apply")
-        page.locator("#max_num_seqs-error").get_by_text("A whole number from 1 to 16").wait_for()
-        page.click("button[type=reset]")
-        assert page.input_value("#max_num_seqs") == "9"
-        page.click("#revert-0")
-        page.get_by_text("Generation 2 holds.").wait_for()
-        page.get_by_text("“back to generation 0”").wait_for()
-        assert page.input_value("#max_num_seqs") == "4"
-        # A change made elsewhere shows up by itself.
-        page.evaluate("fetch('/admin/config', {method: 'PATCH', headers: {'Content-Type': 'application/json'},"
-                      " body: '{\"max_num_batched_tokens\": 77, \"ttl_seconds\": 600}'})")  # fmt: skip
-        until(page, "document.querySelector('#max_num_batched_tokens').value === '77'")
-        page.get_by_text("goes back by itself").wait_for()
-
-
 def test_login_once_then_chat_and_dashboard(page: Page) -> None:
     security = {"admin_token": "letmein", "api_keys": ["me=secret"]}
     with server(settings={"security": security}) as (url, _):
@@ -175,6 +144,5 @@ def test_pages_are_right_without_javascript(browser: Browser, base: str) -> None
     assert page.get_by_text("First token p95").is_visible()
     assert page.locator(".steps").is_visible()
     page.goto(f"{base}/admin")
-    assert "PATCH /admin/config" in page.inner_text("main")
-    assert page.locator("#apply").is_disabled()
+    assert page.locator("#apply").is_enabled()
     context.close()

@@ -157,7 +157,7 @@ def test_a_file_of_an_older_version_is_brought_to_this_one(tmp_path: Path, monke
     second = open_store(tmp_path)
     second.close()
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (2,)
+        assert database.execute("PRAGMA user_version").fetchone() == (len(store_module.MIGRATIONS),)
         assert database.execute("SELECT count(*) FROM notes").fetchone() == (0,)
         assert database.execute("SELECT output_tokens FROM history WHERE span = 1").fetchone() == (7,)
     monkeypatch.undo()
@@ -172,7 +172,7 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkey
     with pytest.raises(StoreError):
         open_store(tmp_path)
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (1,)
+        assert database.execute("PRAGMA user_version").fetchone() == (len(store_module.MIGRATIONS) - 1,)
         assert not database.execute("SELECT name FROM sqlite_master WHERE name = 'notes'").fetchall()
 
 

@@ -12,7 +12,9 @@ import trio
 
 from app.assets import static_dir, templates_dir
 from app.audit import AuditEntry, AuditLog
-from app.pages import admin_variables, list_history
+from app.preview import Situation
+from app.render.tuning import admin_variables, list_history
+from engine.config import Limits
 from tests.app.serving import chat_body, make_settings, open_server
 
 if TYPE_CHECKING:
@@ -156,10 +158,12 @@ async def test_the_tuning_page_shows_the_history() -> None:
         page = await fetch(server, "/admin")
         assert "&lt;b&gt;more&lt;/b&gt;" in page
         assert "<b>more</b>" not in page
-        values = re.findall(r'id="revert-(\d)" data-generation="\d" data-values="([^"]*)"', page)
-        assert [number for number, _ in values] == ["1", "0"]
-        assert "&#34;max_num_seqs&#34;: 8" in values[0][1]
-        assert "&#34;max_num_seqs&#34;: 4" in values[1][1]
+        assert re.findall(r'id="revert-(\d)"', page) == ["1", "0"]
+        for generation, seats in (("1", 8), ("0", 4)):
+            answer = await server.client.post("/admin", data={"action": "restore", "generation": generation})
+            assert answer.status_code == 303
+            config = (await server.client.get("/admin/config")).json()
+            assert config["effective"]["max_num_seqs"] == seats
 
 
 async def test_the_tuning_page_shows_words_where_0_stands_for_them() -> None:
@@ -184,11 +188,11 @@ def test_the_values_of_each_generation_are_worked_out_backwards() -> None:
     log.add(AuditEntry(2, time, "admin", {"b": (5, 6)}))
     log.add(AuditEntry(3, time, "ttl", {"a": (2, 3), "b": (6, 5)}))
     rows = list_history({"a": 3, "b": 5}, 3, log.entries)
-    assert [(row["generation"], row["values_json"]) for row in rows] == [
-        (3, '{"a": 3, "b": 5}'),
-        (2, '{"a": 2, "b": 6}'),
-        (1, '{"a": 2, "b": 5}'),
-        (0, '{"a": 1, "b": 5}'),
+    assert [(row["generation"], row["values"]) for row in rows] == [
+        (3, {"a": 3, "b": 5}),
+        (2, {"a": 2, "b": 6}),
+        (1, {"a": 2, "b": 5}),
+        (0, {"a": 1, "b": 5}),
     ]
     assert [row["current"] for row in rows] == [True, False, False, False]
 
@@ -215,14 +219,16 @@ def test_a_pending_drain_and_an_end_are_told() -> None:
     config: dict[str, Any] = {
         "generation": 1,
         "effective": {"max_num_seqs": 4},
+        "start": {"max_num_seqs": 16},
         "choices": {},
         "ranges": {"max_num_seqs": [1, 16]},
         "pending_drain": {"max_num_seqs": 12, "policy": 3},
         "reverts": {"max_num_seqs": {"to": 16, "at": "2026-01-31T13:00:00.000Z"}},
     }
-    entry = AuditEntry(1, "2026-01-31T12:00:00.000Z", "admin", {"max_num_seqs": (16, 4)}, None, "2026-01-31T13:00:00Z")
-    shown = admin_variables(config, [entry])
-    assert (shown["draining"], shown["switching"]) == (12, 3)
+    now = Situation(16, 3, 3, 40, 0, 0.02, None, None, ())
+    shown = admin_variables(config, Limits(4, 64), now)
+    assert (shown["above"], shown["switching"], shown["draining"]) == (12, 3, False)
+    assert (shown["fields"][0]["now"], shown["fields"][0]["start"]) == ("16 of 4 taken, 3 wait.", 16)
     assert shown["reverts"] == [{"title": "Seats", "to": 16, "at": "31 Jan 13:00:00 UTC"}]
 
 

@@ -1,0 +1,185 @@
+"""What may be asked of the live settings, checked: the body of a `PATCH /admin/config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from app.api.errors import ApiError
+from app.config import keys
+from engine.batching import POLICIES
+from engine.config import SWITCHES, live_range
+from engine.policy import ADMISSIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.config import Limits
+
+    Value = bool | int | float | str
+
+CHOICES: Final[dict[str, tuple[str | bool, ...]]] = {
+    "policy": POLICIES,
+    "admission": ADMISSIONS,
+    **dict.fromkeys(SWITCHES, (True, False)),
+}
+KEYS: Final = (
+    "policy",
+    "admission",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "long_prefill_token_threshold",
+    "dynamic_preferred_size",
+    "dynamic_max_queue_delay_seconds",
+    "num_speculative_tokens",
+    "max_waiting",
+    "max_waiting_tokens",
+    "enable_prefix_caching",
+    "draining",
+)
+# The words for 0, which files and flags take for these settings.
+ABSENT: Final = {
+    key.name: key.absent for key in keys() if key.section == "scheduler" and key.name in KEYS and key.absent
+}
+# What a change goes back to with one word.
+RESTORES: Final = ("previous", "start")
+# No setting, but a deed: written down as the number of blocks that were cached.
+FLUSH: Final = "flush_prefix_cache"
+MAX_REASON_LENGTH: Final = 500
+MAX_TTL_SECONDS: Final = 7 * 86_400.0
+MAX_GENERATION: Final = 1 << 53
+
+
+class OutOfRangeError(ApiError):
+    """A value that cannot be taken; nothing was changed."""
+
+    def __init__(self, param: str, message: str, allowed: tuple[float, float] | None = None) -> None:
+        super().__init__(422, f"'{param}' {message}", param=param, code="out_of_range")
+        if allowed is not None:
+            self.extra["range"] = list(allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What somebody wants.
+
+    Attributes:
+        values: new values by the name of the setting.
+        reason: for the history.
+        ttl_seconds: how long it holds; `None` is until it is changed again.
+        restore: one of `RESTORES`: the values come from the history.
+        flush_prefix_cache: forget what is cached, too.
+        if_generation: only if this is still the generation.
+        dry_run: only say what it would do.
+    """
+
+    values: dict[str, Value] = field(default_factory=dict)
+    reason: str | None = None
+    ttl_seconds: float | None = None
+    restore: str | None = None
+    flush_prefix_cache: bool = False
+    if_generation: int | None = None
+    dry_run: bool = False
+
+
+def parse_change(body: Mapping[str, Any], limits: Limits, capacity: Limits) -> Change:
+    """Check a body against what holds now, without changing anything; `null` means absent.
+
+    Raises:
+        OutOfRangeError: naming the key and what it takes.
+    """
+    values: dict[str, Value] = {}
+    for name, value in body.items():
+        if name in KEYS:
+            if value is not None:
+                values[name] = check_value(name, value, capacity)
+        elif name not in _OTHERS:
+            known = ", ".join((*KEYS, *_OTHERS))
+            raise OutOfRangeError(name, f"is no live setting; there are {known}.")
+    change = Change(values=values, **{name: check(body.get(name)) for name, check in _OTHERS.items()})
+    if change.restore is not None and values:
+        raise OutOfRangeError("restore", f"brings its own values; leave out {', '.join(values)}.")
+    _fit_batch(values, limits)
+    return change
+
+
+def check_value(name: str, value: object, capacity: Limits) -> Value:
+    """A value of a live setting as it is kept.
+
+    Raises:
+        OutOfRangeError: it cannot be taken.
+    """
+    if name in SWITCHES:
+        if not isinstance(value, bool):
+            raise OutOfRangeError(name, "must be true or false.")
+        return value
+    if name in CHOICES:
+        if not isinstance(value, str) or value not in CHOICES[name]:
+            raise OutOfRangeError(name, f"must be one of {', '.join(map(str, CHOICES[name]))}.")
+        return value
+    least, most = live_range(name, capacity)
+    word = ABSENT.get(name)
+    if word is not None and value == word:
+        return 0
+    kinds, words = ((int, float), "number") if name.endswith("_seconds") else ((int,), "whole number")
+    # `isinstance` alone would take true and false, which count as whole numbers.
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        or_else = f', or "{word}", which is 0' if word else ""
+        raise OutOfRangeError(name, f"must be a {words} from {least} to {most:.12g}{or_else}.", (least, most))
+    return float(value) if name.endswith("_seconds") else value
+
+
+def _fit_batch(values: dict[str, Value], limits: Limits) -> None:
+    """A batch is never larger than the seats there are."""
+    seats = int(values.get("max_num_seqs", limits.max_num_seqs))
+    preferred = int(values.get("dynamic_preferred_size", limits.dynamic_preferred_size))
+    if "dynamic_preferred_size" in values and preferred > seats:
+        message = f"must not be above the seats, which are {seats}; 0 is as many as there are."
+        raise OutOfRangeError("dynamic_preferred_size", message, (0, seats))
+    if preferred > seats:
+        values["dynamic_preferred_size"] = seats  # a batch shrinks with its seats
+
+
+def _check_reason(value: object) -> str | None:
+    if value is not None and (not isinstance(value, str) or len(value) > MAX_REASON_LENGTH):
+        raise OutOfRangeError("reason", f"must be a text of at most {MAX_REASON_LENGTH} characters.")
+    return value or None
+
+
+def _check_ttl(value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1 <= value <= MAX_TTL_SECONDS:
+        top = int(MAX_TTL_SECONDS)
+        raise OutOfRangeError("ttl_seconds", f"must be a number of seconds from 1 to {top}.", (1, top))
+    return float(value)
+
+
+def _check_restore(value: object) -> str | None:
+    if value is not None and value not in RESTORES:
+        raise OutOfRangeError("restore", f"must be one of {', '.join(RESTORES)}.")
+    return None if value is None else str(value)
+
+
+def _check_generation(value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_GENERATION:
+        raise OutOfRangeError("if_generation", "must be the number of a generation.", (0, MAX_GENERATION))
+    return value
+
+
+def _check_flag(name: str, value: object) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise OutOfRangeError(name, "must be true or false.")
+    return bool(value)
+
+
+_OTHERS: Final[dict[str, Any]] = {
+    "reason": _check_reason,
+    "ttl_seconds": _check_ttl,
+    "restore": _check_restore,
+    "if_generation": _check_generation,
+    FLUSH: lambda value: _check_flag(FLUSH, value),
+    "dry_run": lambda value: _check_flag("dry_run", value),
+}

@@ -66,8 +66,9 @@ inline Floats rotate_pairs(Floats x, Floats cos_sin) {
 
 // Round to nearest even, [-128, 127]; gives the sum of what was stored.
 inline int store_codes(int8_t* p, Floats x) {
-    __m512i q = _mm512_cvtps_epi32(x);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(q));
+    __m512i q = _mm512_max_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(-128));
+    q = _mm512_min_epi32(q, _mm512_set1_epi32(127));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(q));
     return _mm512_reduce_add_epi32(q);
 }
 
@@ -170,10 +171,11 @@ inline Floats rotate_pairs(Floats x, Floats cos_sin) {
 inline int store_codes(int8_t* p, Floats x) {
     __m256i q = _mm256_cvtps_epi32(x);
     __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
-    __m128i s = _mm_madd_epi16(words, _mm_set1_epi16(1));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
-    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+    __m128i codes = _mm_packs_epi16(words, words);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), codes);
+    // Lifted by 128 they have no signs, and one instruction adds eight.
+    __m128i lifted = _mm_xor_si128(codes, _mm_set1_epi8(-128));
+    return _mm_cvtsi128_si32(_mm_sad_epu8(lifted, _mm_setzero_si128())) - LANES * 128;
 }
 
 using Codes = __m256i;

@@ -126,6 +126,18 @@ def test_products_are_those_of_the_reference_and_of_each_row_alone(
         torch.testing.assert_close(library.read_row(matrix, row), blocks.dequantize()[row], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_codes_that_overflow_are_summed_as_they_are_stored(library: Library, bits: int) -> None:
+    """Of a group so small that nothing is its inverse: then a product is no larger than its codes allow."""
+    blocks = random_blocks(40, 64, bits=bits)
+    x = torch.zeros(1, 64)
+    x[0, 3:60] = 1e-37
+    weights = np.abs(blocks.codes.reshape(*blocks.scales.shape, -1) * blocks.scales.astype(np.float64)[:, :, None])
+    minima = 0.0 if blocks.minima is None else np.abs(blocks.minima.astype(np.float64))[:, :, None]
+    most = torch.from_numpy((weights + minima).sum((1, 2)) * 1e-37 * 128 / 127)
+    assert bool((library.multiply(x, library.pack(blocks))[0].abs() <= 1.01 * most).all())
+
+
 @pytest.mark.parametrize("spoiler", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("bits", BITS)
 def test_a_row_that_is_no_number_is_seen_and_alone(library: Library, spoiler: float, bits: int) -> None:

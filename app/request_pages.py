@@ -92,7 +92,10 @@ def requests_blueprint(context: Context) -> Blueprint:
 
     @pages.get("/ops/table")
     async def table() -> Response:
-        html = telemetry.draw_table(whole_argument("to", LARGEST_NUMBER))
+        is_past = "to" in request.args
+        html = (
+            telemetry.draw_table(whole_argument("to", LARGEST_NUMBER)) if is_past else telemetry.latest.parts["table"]
+        )
         return Response(html, content_type="text/html; charset=utf-8", headers={"Cache-Control": "no-store"})
 
     @pages.get("/ops/table.json")

@@ -211,7 +211,8 @@ class Telemetry:
         """The table up to an earlier step."""
         scene = self._scene(self._look(), DEFAULT_WINDOW)
         past = self.engine.table(NUM_STEPS, last_step)
-        return self._render("table", replace(scene, past=past, palette=self.palette.looking_back()))
+        palette = self.palette.looking_back(row[1] for step in past["steps"] for row in step["rows"])
+        return self._render("table", replace(scene, past=past, palette=palette))
 
     def _render(self, name: str, scene: Scene) -> str:
         return self._environment.get_template(f"_{name}.html").render(PARTS[name](scene))

@@ -75,9 +75,10 @@
     table.svg.querySelector(".cursor")?.remove();
     if (cursor) {
       const box = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-      const strip = table.svg.height.baseVal.value - table.seats * table.pitch;
-      const values = { class: "cursor", x: `${columnOf(cursor.step) / COLUMNS * 100}%`, width: `${100 / COLUMNS}%`,
-        y: cursor.seat < 0 ? table.seats * table.pitch : cursor.seat * table.pitch, height: cursor.seat < 0 ? strip : table.pitch };
+      const seats = table.seats * table.pitch, strip = cursor.seat < 0;
+      const height = strip ? table.svg.height.baseVal.value - seats : Math.max(table.pitch, 9);
+      const values = { class: "cursor", x: `${columnOf(cursor.step) / COLUMNS * 100}%`, width: `${100 / COLUMNS}%`, height,
+        y: strip ? seats : (cursor.seat + 0.5) * table.pitch - height / 2 };
       for (const [name, value] of Object.entries(values)) box.setAttribute(name, value);
       table.svg.append(box);
     }
@@ -97,6 +98,12 @@
     pauseButton.setAttribute("aria-pressed", paused);
     pauseButton.textContent = paused ? "Go on" : "Pause";
     picture.classList.toggle("paused", paused);
+  }
+
+  // What came meanwhile is not sent again where nothing has happened since.
+  function turn() {
+    setPaused(!paused);
+    if (!paused) htmx.ajax("GET", "/ops/table", { target: picture, swap: "innerHTML" });
   }
 
   async function show(step) {
@@ -129,7 +136,7 @@
     End: () => move(0, table.last - (cursor ?? { step: table.last }).step),
     PageUp: () => show(table.last - COLUMNS), PageDown: () => show(table.last + COLUMNS),
     Escape: () => { cursor = null; mark(); },
-    " ": () => setPaused(!paused),
+    " ": turn,
     Enter: () => { if (!link.hidden) location.href = link.href; },
   };
   picture.addEventListener("keydown", (event) => {
@@ -153,7 +160,7 @@
   slider.addEventListener("input", () => show(+slider.value));
   byId("earlier").addEventListener("click", () => show(table.last - COLUMNS / 2));
   byId("later").addEventListener("click", () => show(table.last + COLUMNS / 2));
-  pauseButton.addEventListener("click", () => setPaused(!paused));
+  pauseButton.addEventListener("click", turn);
   byId("reading").hidden = false;
   picture.classList.add("told");  // the line below tells more than the rectangles' own titles
   read();

@@ -223,6 +223,8 @@ def ending_error(reason: FinishReason | None, cause: str | None) -> Exception:
                 return ApiError(408, "The request reached its deadline.", param="timeout", code="timeout")
             case "shutdown":
                 return DrainingError()
+            case "admin":  # not a status that clients take for a reason to ask again
+                return ApiError(403, "The operator of this server ended the request.", code="aborted")
             case _:
                 return ApiError(500, f"The request was ended ({cause}).", code="aborted")
     if isinstance(cause, OwnFault):

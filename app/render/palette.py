@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -83,10 +84,14 @@ class Palette:
         colour = self._colours.get(request_id)
         return "c-none" if colour is None else f"c{colour}"
 
-    def looking_back(self) -> Palette:
-        """The same colours, and of requests that are out of sight those they had."""
+    def looking_back(self, names: Iterable[str]) -> Palette:
+        """The same colours, and of requests that are out of sight those they had, or, where all of their life went by
+        between two looks, one that goes by the name.
+        """
         palette = Palette(len(self._given))
         palette._colours = {**self._past, **self._colours}
+        for name in names:
+            palette._colours.setdefault(name, crc32(name.encode()) % len(self._given))
         return palette
 
     def __len__(self) -> int:

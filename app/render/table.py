@@ -76,7 +76,7 @@ def draw_table(table: Mapping[str, Any], palette: Palette, *, seats: int, label:
     # After a lowered limit those who sat beyond it are shown until their steps have moved out of sight.
     seats = max([seats, *(run.seat + 1 for run in runs)])
     pitch = _row_pitch(seats)
-    gap = 1.5 if pitch >= 8 else 0.5
+    gap = 1.5 if pitch >= 8 else 0.5 if pitch >= 3 else 0.0  # thin rows are told apart by their colours
     height = round(seats * pitch)
     total = height + STRIP_GAP + STRIP_HEIGHT
     rows = "".join(f"M0 {number(seat * pitch)}h{NUM_STEPS}v{number(pitch - gap)}H0Z" for seat in range(seats))

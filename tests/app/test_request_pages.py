@@ -98,6 +98,19 @@ async def test_an_operator_aborts_from_a_form_and_from_a_program() -> None:
         assert stats["requests"]["aborted_by_cause_and_phase"] == {"admin": {"decode": 2}}
 
 
+async def test_who_asked_is_told_and_does_not_ask_again() -> None:
+    async with open_server(step_seconds=0.01) as server, trio.open_nursery() as nursery:
+
+        async def abort() -> None:
+            while not server.engine.requests.abort(1):
+                await trio.sleep(0.01)
+
+        nursery.start_soon(abort)
+        body = {"model": "fake", "prompt": "wait for it", "max_tokens": 400, "ignore_eos": True}
+        answer = await server.client.post(COMPLETIONS, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "aborted")
+
+
 @pytest.mark.parametrize(
     "headers",
     [{"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"}],
@@ -193,7 +206,10 @@ async def test_earlier_steps_are_a_page_a_part_and_json() -> None:
         live = (await server.client.get("/ops", headers=HTML)).text
         assert "data-past" not in live
         assert "up to step 240" in live
-        for path in ("/ops/table", "/ops/table?to=x", "/ops/table?to=-1", f"/ops?to={'9' * 30}", "/ops/table?to=",
+        now = (await server.client.get("/ops/table")).text
+        assert 'data-last="240"' in now
+        assert "data-past" not in now
+        for path in ("/ops/table?to=x", "/ops/table?to=-1", f"/ops?to={'9' * 30}", "/ops/table?to=",
                      "/ops/table.json?to=1&steps=999"):  # fmt: skip
             answer = await server.client.get(path)
             assert answer.status_code == 400, path

@@ -180,8 +180,10 @@ def test_who_looks_back_sees_the_colours_that_were() -> None:
     palette.update(["a", "b"])
     was = palette.css("a")
     palette.update(["b"])
-    assert (palette.css("a"), palette.looking_back().css("a")) == ("c-none", was)
-    assert palette.looking_back().css("never") == "c-none"
+    back = palette.looking_back(["a", "unseen"])
+    assert (palette.css("a"), back.css("a")) == ("c-none", was)
+    assert back.css("unseen") == palette.looking_back(["unseen"]).css("unseen") != "c-none"
+    assert palette.css("unseen") == "c-none"
 
 
 # ---- a request's own strip

@@ -103,9 +103,9 @@ def _words(name: str, old: Value, new: Value, after: Mapping[str, Any], now: Sit
         case "num_speculative_tokens":
             return "From the next step on; no answer changes." if new else "Nothing is guessed from the next step on."
         case "max_waiting":
-            return _bound_words(int(new), now.waiting_most, "wait")
+            return _bound_words(int(new), now.waiting_most, "waiting")
         case "max_waiting_tokens":
-            return _bound_words(int(new), now.waiting_tokens, "prompt tokens wait")
+            return _bound_words(int(new), now.waiting_tokens, "prompt tokens waiting")
         case "enable_prefix_caching":
             return _cache_words(on=bool(new), now=now)
         case _:
@@ -116,7 +116,7 @@ def drain_words(now: Situation) -> str:
     """What happens when nothing new is taken."""
     inside = "Nobody is inside."
     if now.running + now.waiting:
-        inside = f"{now.running} run and {now.waiting} wait: they finish."
+        inside = f"{now.running} running and {now.waiting} waiting: they finish."
     return f"New requests get 503, /readyz says why. {inside}"
 
 
@@ -124,14 +124,14 @@ def flush_words(now: Situation) -> str:
     """What happens when the prefix cache is flushed."""
     if not now.cached_blocks:
         return "No block is cached beside those in use; what begins like those is read anew, too."
-    return f"{numbers.plural(now.cached_blocks, 'cached block')} forgotten: what begins alike is read anew once."
+    return f"Forgets {numbers.plural(now.cached_blocks, 'cached block')}: what begins alike is read anew once."
 
 
 def _switch_words(now: Situation) -> str:
     if not now.running:
         return "Holds at once: nobody runs."
     ends = "1 request ends" if now.running == 1 else f"{now.running} requests end"
-    return f"{ends} under the old one first. Nobody else sits down until then; {now.waiting} wait now."
+    return f"{ends} under the old one first. Nobody else sits down until then; {now.waiting} waiting now."
 
 
 def _seat_words(old: int, new: int, now: Situation) -> str:
@@ -139,7 +139,7 @@ def _seat_words(old: int, new: int, now: Situation) -> str:
         over = now.running - new
         return (
             f"{now.running} run: {over} above the {numbers.plural(new, 'seat')}. Nobody is cut off; the first {over} "
-            f"to end are not replaced. {now.waiting} wait now."
+            f"to end are not replaced. {now.waiting} waiting now."
         )
     if new > old and now.waiting:
         return f"{min(new - now.running, now.waiting)} of the {now.waiting} who wait may sit down, if memory allows."
@@ -179,15 +179,15 @@ def now_words(name: str, limits: Limits, now: Situation) -> str:
     """How it stands with a setting; empty where there is nothing to say."""
     match name:
         case "max_num_seqs":
-            return f"{now.running} of {limits.max_num_seqs} taken, {now.waiting} wait."
+            return f"{now.running} of {limits.max_num_seqs} taken, {now.waiting} waiting."
         case "max_num_batched_tokens":
             return "" if now.step_seconds is None else f"A usual step takes {numbers.seconds(now.step_seconds)}."
         case "num_speculative_tokens":
             return "" if now.right_share is None else f"{numbers.percent(now.right_share)} of the guesses were right."
         case "max_waiting":
-            return f"{numbers.count(now.waiting_most)} wait."
+            return f"{numbers.count(now.waiting_most)} waiting."
         case "max_waiting_tokens":
-            return f"{numbers.count(now.waiting_tokens)} wait."
+            return f"{numbers.count(now.waiting_tokens)} waiting."
         case "enable_prefix_caching":
             share = "" if now.hit_share is None else f", {numbers.percent(now.hit_share)} of prompt tokens came from it"
             return f"{numbers.plural(now.cached_blocks, 'block')} cached{share}."

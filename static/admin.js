@@ -32,13 +32,14 @@
   function refresh(fresh) {
     for (const part of fresh.querySelectorAll("[data-follow]")) {
       const place = document.getElementById(part.id);
-      if (!place || place.innerHTML === part.innerHTML) continue;
-      const open = new Set([...place.querySelectorAll("details[open]")].map((details) => details.id));
-      const known = new Set([...place.querySelectorAll("details")].map((details) => details.id));
+      if (!place) continue;
+      // What somebody has opened or closed stays so, and what has not changed stays where it is.
+      const known = new Map([...place.querySelectorAll("details")].map((details) => [details.id, details.open]));
+      for (const details of part.querySelectorAll("details")) if (known.has(details.id)) details.open = known.get(details.id);
+      if (place.isEqualNode(part)) continue;
       const focus = place.contains(document.activeElement) ? document.activeElement.id : "";
       Object.assign(place.dataset, part.dataset);
       place.replaceChildren(...part.childNodes);
-      for (const details of place.querySelectorAll("details")) if (known.has(details.id)) details.open = open.has(details.id);
       if (focus) document.getElementById(focus)?.focus();
     }
   }

@@ -13,7 +13,7 @@ from app.journal.incidents import Crowd, Incidents, Spell, State
 from app.journal.journal import Journal
 from app.journal.recorder import Recorder
 from app.journal.rows import COLUMNS, COUNTS
-from engine.engine import Health
+from engine.engine import IS_DRAINING, IS_ENDING, Health
 from tests.fake_snapshot import FakeEngine
 
 
@@ -142,7 +142,10 @@ async def test_an_overload_a_stall_and_a_drain_are_events() -> None:
     kind, text = watch.events[before]
     assert (kind, text.startswith("A step did not end for 1")) == ("stall", True)
     for _ in range(3):
-        watch.look(reason="draining: finishing what runs")
+        watch.look(reason=IS_DRAINING)
+    assert [kind for kind, _ in watch.events[before:]] == ["stall"], "the operator's doing is a change of a setting"
+    for _ in range(3):
+        watch.look(reason=IS_ENDING)
     assert [kind for kind, _ in watch.events[before:]] == ["stall", "drain"]
     (event,) = [event for event in watch.journal.events if event.kind == "drain"]
     assert (event.running, event.waiting) == (2, 40)

@@ -228,7 +228,7 @@ def test_a_pending_drain_and_an_end_are_told() -> None:
     now = Situation(16, 3, 3, 40, 0, 0.02, None, None, ())
     shown = admin_variables(config, Limits(4, 64), now)
     assert (shown["above"], shown["switching"], shown["draining"]) == (12, 3, False)
-    assert (shown["fields"][0]["now"], shown["fields"][0]["start"]) == ("16 of 4 taken, 3 wait.", 16)
+    assert (shown["fields"][0]["now"], shown["fields"][0]["start"]) == ("16 of 4 taken, 3 waiting.", 16)
     assert shown["reverts"] == [{"title": "Seats", "to": 16, "at": "31 Jan 13:00:00 UTC"}]
 
 

@@ -109,7 +109,7 @@ async def test_the_bounds_of_the_queue_hold_at_once_and_send_nobody_away() -> No
                 while server.engine.num_waiting < 3:
                     await trio.sleep(0.001)
             preview = (await patch(server, max_waiting=2, dry_run=True))["preview"]
-            assert preview["words"]["max_waiting"].startswith("3 wait already. Nobody is sent away")
+            assert preview["words"]["max_waiting"].startswith("3 waiting already. Nobody is sent away")
             await patch(server, max_waiting=2)
             body = {"prompt": "late", "max_tokens": 1}
             late = await client.post(COMPLETIONS, json=body)
@@ -141,7 +141,7 @@ async def test_a_drain_lets_those_inside_finish_and_is_taken_back() -> None:
                 while not server.engine.num_waiting:
                     await trio.sleep(0.001)
             page = (await server.client.get("/admin")).text
-            assert "2 run and 1 wait: they finish." in page
+            assert "2 running and 1 waiting: they finish." in page
             assert (await send(server, {}, "drain")).status_code == 303
             config = (await client.get("/admin/config")).json()
             assert config["pending_drain"]["draining"] == 3

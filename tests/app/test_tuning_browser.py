@@ -126,7 +126,7 @@ def test_what_cannot_be_is_told_at_its_field_and_what_was_typed_stays(admin: Pag
 def test_a_preview_is_asked_for_without_a_script(admin: Page) -> None:
     admin.fill("#max_waiting", "7")
     admin.click("#try")
-    admin.locator("#preview").get_by_text("0 wait now: room for 7 more.").wait_for()
+    admin.locator("#preview").get_by_text("0 waiting now: room for 7 more.").wait_for()
     assert admin.input_value("#max_waiting") == "7"
     assert effective(admin)["max_waiting"] == 256
 

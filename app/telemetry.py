@@ -110,6 +110,7 @@ class Telemetry:
         self._frames: dict[int, Frame] = {}
         self._drawn: set[int] = set()  # windows whose frame is of this tick
         self._shared: dict[str, str] = {}  # parts that are the same in each window, of this tick
+        self._encoded: dict[tuple[int, int, int], bytes] = {}  # what was sent of this tick, for all who need the same
         self._closed = False
         self._changed = trio.Event()
 
@@ -134,6 +135,7 @@ class Telemetry:
         self._snapshot = snapshot
         self._drawn.clear()
         self._shared.clear()
+        self._encoded.clear()
         self._recorder.look(now, snapshot, self.engine.health())
         for seconds in +self._watching:
             self._draw(seconds)
@@ -172,21 +174,27 @@ class Telemetry:
         self._watching[window_seconds] += 1
         try:
             yield f"retry: {random.randint(1500, 5000)}\n\n".encode()  # noqa: S311 - spreads load, guards nothing
-            sent: dict[str, str] = {}
-            number = -1
+            seen = Frame(-1, {})
             while not self._closed:
                 frame = self.frame(window_seconds)
-                if frame.number == number:
+                if frame.number == seen.number:
                     if await self._wait_in_silence():
                         yield b": still here\n\n"
                     continue
-                number = frame.number
-                fresh = {name: html for name, html in frame.parts.items() if sent.get(name) is not html}
-                sent.update(fresh)
-                yield "".join(encode_event(name, html) for name, html in fresh.items()).encode() or b": same\n\n"
+                yield self._news(window_seconds, seen, frame)
+                seen = frame
             yield encode_event("bye", "The server is shutting down.").encode()
         finally:
             self._watching[window_seconds] -= 1
+
+    def _news(self, window_seconds: int, seen: Frame, frame: Frame) -> bytes:
+        """The events of what changed since a frame. Nearly all have seen the one before: they get the same bytes."""
+        key = (window_seconds, seen.number, frame.number)
+        if key not in self._encoded:
+            fresh = [(name, html) for name, html in frame.parts.items() if seen.parts.get(name) is not html]
+            text = "".join([encode_event(name, html) for name, html in fresh])
+            self._encoded[key] = text.encode() or b": same\n\n"
+        return self._encoded[key]
 
     def close(self) -> None:
         """Let all watchers go; used when the server shuts down."""

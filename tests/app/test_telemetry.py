@@ -68,6 +68,27 @@ async def test_fifty_watchers_cost_one_rendering_a_tick(autojump_clock: MockCloc
         assert 8 <= seen.count("tiles") <= 12, "small lines may stand still for a second"
 
 
+async def test_watchers_of_the_same_get_the_same_bytes_once_made() -> None:
+    engine = FakeEngine()
+    telemetry = watched(engine, 3)
+    streams = [telemetry.stream() for _ in range(3)]
+    for stream in streams:
+        await anext(stream)
+    first, second, late = [await anext(stream) for stream in streams]
+    assert first is second is late
+    engine.advance()
+    telemetry.tick(engine.now)
+    first, second = [await anext(stream) for stream in streams[:2]]
+    assert first is second
+    engine.advance()
+    telemetry.tick(engine.now)
+    first, second, late = [await anext(stream) for stream in streams]
+    assert first is second
+    assert set(names_of(late)) >= set(names_of(first))
+    for stream in streams:
+        await stream.aclose()
+
+
 async def test_the_first_chunk_tells_when_to_come_back() -> None:
     stream = watched(FakeEngine(), 3).stream()
     delay = int(re.fullmatch(rb"retry: (\d+)\n\n", await anext(stream))[1])  # type: ignore[index]

@@ -37,7 +37,7 @@ from app.pages import pages_blueprint
 from app.probes import probes_blueprint
 from app.render.templates import make_environment
 from app.request_id import HEADER, choose_request_id
-from app.request_pages import requests_blueprint
+from app.request_pages import requests_blueprint, table_blueprint
 from app.security import Area, Gate, area_of, is_cross_site, refuse_cross_site
 from engine.errors import RelevoError
 from engine.timeline import DEFAULT_WINDOW
@@ -131,6 +131,7 @@ def create_app(context: Context) -> QuartTrio:
         pages_blueprint(context),
         history_blueprint(context),
         requests_blueprint(context),
+        table_blueprint(context),
         chat_blueprint(context),
         docs_blueprint(context),
         login_blueprint(gate, pages),

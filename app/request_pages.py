@@ -44,15 +44,10 @@ def requests_blueprint(context: Context) -> Blueprint:
         opened, ended = _found(requests, asked)
         if asked and len(opened) + len(ended) == 1:
             return redirect(f"/ops/requests/{(opened or ended)[0]['number']}", 303)
-        return page(
-            "requests",
-            rows=[request_row(entry, telemetry.palette) for entry in opened],
-            ended=[ended_row(entry) for entry in ended],
-            keyed=any(entry["key"] for entry in (*opened, *ended)),
-            asked=asked,
-            max_ended=MAX_FINISHED,
-            keeps_texts=requests.keeps_texts,
-        )
+        rows = [request_row(entry, telemetry.palette) for entry in opened]
+        keyed = any(entry["key"] for entry in (*opened, *ended))
+        shown = {"rows": rows, "ended": [ended_row(entry) for entry in ended], "keyed": keyed, "asked": asked}
+        return page("requests", **shown, max_ended=MAX_FINISHED, keeps_texts=requests.keeps_texts)
 
     @pages.get("/ops/requests.json")
     async def show_all_as_json() -> ResponseReturnValue:
@@ -89,6 +84,14 @@ def requests_blueprint(context: Context) -> Blueprint:
         if not aborted:
             raise ApiError(409, f"The request {life['number']} has ended already.", code="not_open")
         return jsonify({"number": life["number"], "aborted": True})
+
+    return pages
+
+
+def table_blueprint(context: Context) -> Blueprint:
+    """The table's routes, bound to `context`."""
+    pages = Blueprint("table", __name__)
+    telemetry = context.telemetry
 
     @pages.get("/ops/table")
     async def table() -> Response:

@@ -103,7 +103,7 @@
   // What came meanwhile is not sent again where nothing has happened since.
   function turn() {
     setPaused(!paused);
-    if (!paused) htmx.ajax("GET", "/ops/table", { target: picture, swap: "innerHTML" });
+    if (!paused) htmx.ajax("GET", "/ops/table", { target: picture });
   }
 
   async function show(step) {
@@ -115,7 +115,7 @@
       const to = wanted;
       wanted = null;
       // Where the server does not answer the picture stays, and the page says so by itself.
-      await htmx.ajax("GET", `/ops/table?to=${to}`, { target: picture, swap: "innerHTML" });
+      await htmx.ajax("GET", `/ops/table?to=${to}`, { target: picture });
     }
     fetching = false;
   }

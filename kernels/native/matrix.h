@@ -199,15 +199,15 @@ template <int M, Kind KIND>
                     sums[m] =
                         simd::fma(simd::end_bytes(dots[m]), simd::mul(scale, simd::all(a.scales[at + m])), sums[m]);
             }
-            continue;
-        }
-        dot_group<M, KIND>(p, codes + g * GROUP, a.cols, dots);
-        const Floats scale = simd::load(s), minimum = KIND == BYTES ? simd::zero() : simd::load(s + LANES);
+        } else {
+            dot_group<M, KIND>(p, codes + g * GROUP, a.cols, dots);
+            const Floats scale = simd::load(s), minimum = KIND == BYTES ? simd::zero() : simd::load(s + LANES);
 #pragma GCC unroll 16
-        for (int m = 0; m < M; m++) {
-            const Floats dot = KIND == NIBBLES ? simd::end_nibbles(dots[m]) : simd::end_bytes(dots[m]);
-            sums[m] = simd::fma(dot, simd::mul(scale, simd::all(a.scales[at + m])), sums[m]);
-            if (KIND != BYTES) sums[m] = simd::fma(minimum, simd::all(a.sums[at + m]), sums[m]);
+            for (int m = 0; m < M; m++) {
+                const Floats dot = KIND == NIBBLES ? simd::end_nibbles(dots[m]) : simd::end_bytes(dots[m]);
+                sums[m] = simd::fma(dot, simd::mul(scale, simd::all(a.scales[at + m])), sums[m]);
+                if (KIND != BYTES) sums[m] = simd::fma(minimum, simd::all(a.sums[at + m]), sums[m]);
+            }
         }
     }
 #pragma GCC unroll 16

@@ -1,4 +1,4 @@
-// One step of a Llama model: all layers in one parallel region, seven barriers a layer.
+// One step of a Llama model: all layers in one parallel region, seven barriers a layer, eight with a cache of bytes.
 #pragma once
 
 #include <memory>

@@ -299,7 +299,6 @@ def _declare(calls: ctypes.CDLL) -> None:
         "relevo_forward": (c_int, [pointer, pointer, POINTER(c_double)]),
         "relevo_dot_rate": (c_double, [pointer]),
         "relevo_logits": (c_int, [pointer, pointer, number, pointer, POINTER(c_double)]),
-        "relevo_sample": (c_int, [pointer, pointer, number, number, *[pointer] * 6]),
         "relevo_draw": (c_int, [pointer, pointer, number, number, pointer, *[pointer] * 3]),
     }
     for name, (result, arguments) in signatures.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -197,44 +197,20 @@ class NativeLlama:
         Raises:
             MemoryError: there is none to note what the vocabulary weighs.
         """
-        _check_draws(logits, seats, positions)
+        columns = [np.ascontiguousarray(column, dtype=np.int64) for column in (seats, positions)]
+        if logits.dtype != torch.float32 or any(column.shape != logits.shape[:1] for column in columns):
+            raise ValueError(f"expected float32 [R, V] and columns [R], not {logits.dtype} {list(logits.shape)}")
         if self._seats is None or self._seats[0] is not rows:
-            columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.key
-            self._seats = rows, SeatsStruct(*[column.ctypes.data for column in columns])
-        seats, positions = np.ascontiguousarray(seats), np.ascontiguousarray(positions)
-        token_ids = np.empty(len(seats), dtype=np.int64)
-        addresses = seats.ctypes.data, positions.ctypes.data, token_ids.ctypes.data
+            how = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.key
+            self._seats = rows, SeatsStruct(*[column.ctypes.data for column in how])
+        token_ids = np.empty(len(logits), dtype=np.int64)
+        addresses = [column.ctypes.data for column in (*columns, token_ids)]
         logits = logits.contiguous()
         shape = logits.shape
         check(
             self._library.calls.relevo_draw(self._engine, logits.data_ptr(), *shape, byref(self._seats[1]), *addresses)
         )
         return token_ids
-
-    def sample_columns(
-        self,
-        logits: torch.Tensor,
-        temperature: NDArray[np.float32],
-        top_k: NDArray[np.int64],
-        top_p: NDArray[np.float64],
-        min_p: NDArray[np.float32],
-        noise: NDArray[np.float64],
-    ) -> NDArray[np.int64]:
-        """The same by columns [R], with the noise of each row."""
-        num_rows, size = logits.shape
-        columns = (
-            np.ascontiguousarray(temperature, dtype=np.float32),
-            np.ascontiguousarray(top_k, dtype=np.int64),
-            np.ascontiguousarray(top_p, dtype=np.float64),
-            np.ascontiguousarray(min_p, dtype=np.float32),
-            np.ascontiguousarray(noise, dtype=np.float64),
-            np.empty(num_rows, dtype=np.int64),
-        )
-        _check_draws(logits, *columns)
-        logits = logits.contiguous()
-        addresses = [column.ctypes.data for column in columns]
-        check(self._library.calls.relevo_sample(self._engine, logits.data_ptr(), num_rows, size, *addresses))
-        return columns[-1]
 
     def take_seconds(self) -> dict[str, float]:
         """Where the time went since the last call of this, by `PARTS`; waiting for other threads included."""
@@ -309,11 +285,6 @@ class NativeLlama:
         values = norm if isinstance(norm, torch.Tensor) else norm.dequantize()
         self._kept.append(values.float().contiguous())
         return self._kept[-1].data_ptr()
-
-
-def _check_draws(logits: torch.Tensor, *columns: NDArray[Any]) -> None:
-    if logits.dtype != torch.float32 or any(column.shape != logits.shape[:1] for column in columns):
-        raise ValueError(f"expected float32 [R, V] and columns [R], not {logits.dtype} {list(logits.shape)}")
 
 
 def _in_heads(order: torch.Tensor, num_heads: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -117,15 +117,7 @@ int relevo_logits(Engine* engine, const float* hidden, int32_t count, float* out
     return guarded([&] { engine->logits(hidden, count, out, seconds); });
 }
 
-// As `sample_rows` in engine/sampler.py: logits [count, size], the other arguments and `token_ids` [count].
-int relevo_sample(Engine* engine, const float* logits, int32_t count, int32_t size, const float* temperature,
-                  const int64_t* top_k, const double* top_p, const float* min_p, const double* noise,
-                  int64_t* token_ids) {
-    const Drawings drawings{temperature, top_k, top_p, min_p, noise};
-    return guarded([&] { engine->sample(logits, count, size, drawings, token_ids); });
-}
-
-// The same for sequences in these seats, whose next tokens stand at these positions.
+// As `sample_rows` in engine/sampler.py: logits [count, size]; `seats`, `positions` and `token_ids` [count].
 int relevo_draw(Engine* engine, const float* logits, int32_t count, int32_t size, const Seats* columns,
                 const int64_t* seats, const int64_t* positions, int64_t* token_ids) {
     auto drawing_of = [&](int row) { return columns->drawing(seats[row], positions[row]); };

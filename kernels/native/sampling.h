@@ -23,17 +23,6 @@ struct Drawing {
     double noise;  // [0, 1)
 };
 
-// The same of all rows, as columns.
-struct Drawings {
-    const float* temperature;
-    const int64_t* top_k;
-    const double* top_p;
-    const float* min_p;
-    const double* noise;
-
-    Drawing operator()(int row) const { return {temperature[row], top_k[row], top_p[row], min_p[row], noise[row]}; }
-};
-
 // The noise of a token: a hash of its sequence's key and its position (SplitMix64), as `uniform` in engine/sampler.py.
 inline double noise_of(uint64_t key, int64_t position) {
     constexpr uint64_t GOLDEN_RATIO = 0x9E3779B97F4A7C15;

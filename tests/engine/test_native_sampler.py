@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import engine.model_runner
 from engine.models.native_llama import NativeLlama
-from engine.sampler import SamplingRows, sample, sample_columns, sample_rows
+from engine.sampler import GOLDEN_RATIO, SamplingRows, sample, sample_rows, uniform
 from engine.sequence import SamplingParams
 from kernels import build as building
 from tests.engine.test_sampler import DRAWS, probabilities_of
@@ -27,22 +27,38 @@ if TYPE_CHECKING:
 ROUNDING = 5e-7
 
 
-class Columns(NamedTuple):
-    """How rows are drawn."""
+class Draws(NamedTuple):
+    """How rows are drawn: their seats, and where their tokens will stand."""
 
-    temperature: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float64]
-    min_p: NDArray[np.float32]
-    noise: NDArray[np.float64]
+    rows: SamplingRows
+    seats: NDArray[np.int64]
+    positions: NDArray[np.int64]
 
     @staticmethod
-    def of(rows: list[tuple[float, int, float, float, float]]) -> Columns:
-        temperature, top_k, top_p, min_p, noise = (np.array(column) for column in zip(*rows, strict=True))
-        return Columns(temperature.astype(np.float32), top_k, top_p.astype(float), min_p.astype(np.float32), noise)
+    def of(asked: list[tuple[float, int, float, float, float]]) -> Draws:
+        """A seat each with (temperature, top_k, top_p, min_p, noise)."""
+        rows, positions = SamplingRows(len(asked), 1 << 20), np.arange(len(asked)) * 37
+        for seat, (temperature, top_k, top_p, min_p, noise) in enumerate(asked):
+            params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            rows.set(seat, params, 0)
+            rows.key[seat] = key_for(noise, int(positions[seat]))
+        return Draws(rows, np.arange(len(asked)), positions)
 
-    def take(self, rows: list[int]) -> Columns:
-        return Columns(*(column[rows] for column in self))
+    def take(self, rows: list[int]) -> Draws:
+        return Draws(self.rows, self.seats[rows], self.positions[rows])
+
+    @property
+    def noise(self) -> NDArray[np.float64]:
+        return uniform(self.rows.key[self.seats], self.positions)
+
+
+def key_for(noise: float, position: int) -> int:
+    """The key whose noise at `position` is this one, rounded down to a multiple of 2⁻⁵³: the hash backwards."""
+    word = int(noise * 2**53) << 11
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        word ^= word >> shift ^ word >> 2 * shift
+        word = word * pow(factor, -1, 2**64) % 2**64
+    return (word - (position + 1) * int(GOLDEN_RATIO)) % 2**64
 
 
 class Expected(NamedTuple):
@@ -65,9 +81,10 @@ def make_model(num_threads: int) -> NativeLlama:
     return model
 
 
-def expect(row: NDArray[np.float32], columns: Columns, index: int) -> Expected:
+def expect(row: NDArray[np.float32], draws: Draws, index: int) -> Expected:
     """One row by the definition."""
-    temperature, top_k, top_p, min_p, noise = (column[index] for column in columns)
+    rows, seat, noise = draws.rows, draws.seats[index], draws.noise[index]
+    temperature, top_k, top_p, min_p = rows.temperature[seat], rows.top_k[seat], rows.top_p[seat], rows.min_p[seat]
     nothing = np.zeros(len(row), dtype=bool)
     best = row.max()
     if not np.isfinite(best):
@@ -104,14 +121,14 @@ def kept_from(weights: NDArray[np.float64], top_k: int, top_p: float, min_p: flo
     return max(low, min_p) * (1 - ROUNDING), min(1.0, max(high, min_p * (1 + ROUNDING)))
 
 
-def check(model: NativeLlama, logits: torch.Tensor, columns: Columns) -> int:
+def check(model: NativeLlama, logits: torch.Tensor, draws: Draws) -> int:
     """Hold both versions to the definition; gives how many rows were beyond doubt."""
-    found = model.sample_columns(logits, *columns)
-    plain = sample_columns(logits.clone(), *columns)
+    found = model.sample_rows(logits, *draws)
+    plain = sample_rows(logits.clone(), *draws)
     sure = 0
     for index, row in enumerate(logits.numpy()):
-        expected = expect(row, columns, index)
-        told = f"row {index}: {[column[index] for column in columns]}"
+        expected = expect(row, draws, index)
+        told = f"row {index}"
         if expected.is_sure:
             assert found[index] == plain[index] == expected.token_id, told
         else:
@@ -159,9 +176,9 @@ KINDS = ("normal", "peaked", "flat", "equal", "few values", "masked", "broken", 
 def test_it_draws_what_the_plain_version_draws(
     model: NativeLlama, data: st.DataObject, kind: str, rows: int, size: int
 ) -> None:
-    columns = Columns.of(data.draw(st.lists(drawings(size), min_size=rows, max_size=rows)))
+    draws = Draws.of(data.draw(st.lists(drawings(size), min_size=rows, max_size=rows)))
     source = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    check(model, make_logits(kind, rows, size, source), columns)
+    check(model, make_logits(kind, rows, size, source), draws)
 
 
 @pytest.mark.parametrize("kind", ["normal", "peaked", "few values", "masked"])
@@ -169,10 +186,14 @@ def test_hardly_a_draw_is_in_doubt(model: NativeLlama, kind: str) -> None:
     """The comparison above means something, and holds for a vocabulary of the usual size."""
     source = np.random.default_rng(1)
     asked = [(1.0, 0, 1.0, 0.0), (0.8, 0, 0.95, 0.0), (1.3, 50, 0.9, 0.0), (0.7, 3000, 1.0, 0.02), (1.0, 0, 0.5, 0.1)]
-    columns = Columns.of([(*each, source.random()) for each in asked * 4])
-    assert (
-        check(model, make_logits(kind, 20, 49_152, source), columns) >= 17
-    )  # a token of 2e-5 is not much wider than rounding
+    draws = Draws.of([(*each, source.random()) for each in asked * 4])
+    sure = check(model, make_logits(kind, 20, 49_152, source), draws)
+    assert sure >= 17  # a token of 2e-5 is not much wider than rounding
+
+
+def test_draws_have_the_noise_that_is_asked_for() -> None:
+    noise = [0.0, 0.25, 1 - 2**-53, 3 * 2**-53]
+    assert Draws.of([(1.0, 0, 1.0, 0.0, each) for each in noise]).noise.tolist() == noise
 
 
 def test_a_neighbour_changes_no_draw(model: NativeLlama) -> None:
@@ -181,13 +202,13 @@ def test_a_neighbour_changes_no_draw(model: NativeLlama) -> None:
     logits = make_logits("peaked", 9, 2999, source)
     logits[3, 7] = math.nan
     asked = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.9, 40, 0.9, 0.0), (2.0, 0, 0.97, 0.01)]
-    columns = Columns.of([(*asked[i % 4], source.random()) for i in range(9)])
-    crowd = make_model(3).sample_columns(logits, *columns)
+    draws = Draws.of([(*asked[i % 4], source.random()) for i in range(9)])
+    crowd = make_model(3).sample_rows(logits, *draws)
     for i in range(9):
-        model.sample_columns(make_logits("equal", 2, 5000 - 600 * i, source), *columns.take([1, 2]))
-        assert model.sample_columns(logits[i : i + 1], *columns.take([i])) == crowd[i]
+        model.sample_rows(make_logits("equal", 2, 5000 - 600 * i, source), *draws.take([1, 2]))
+        assert model.sample_rows(logits[i : i + 1], *draws.take([i])) == crowd[i]
     order = [8, 2, 5, 0, 7, 1, 3, 6, 4]
-    assert model.sample_columns(logits[order], *columns.take(order)).tolist() == crowd[order].tolist()
+    assert model.sample_rows(logits[order], *draws.take(order)).tolist() == crowd[order].tolist()
 
 
 def test_the_plain_form_draws_the_same(model: NativeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +219,8 @@ def test_the_plain_form_draws_the_same(model: NativeLlama, monkeypatch: pytest.M
     for kind in KINDS:
         logits = make_logits(kind, 12, 1000, source)
         asked = [(0.8, 0, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 30, 1.0, 0.01), (0.5, 500, 0.8, 0.0)]
-        columns = Columns.of([(*each, source.random()) for each in asked * 3])
-        assert plain.sample_columns(logits, *columns).tolist() == model.sample_columns(logits, *columns).tolist()
+        draws = Draws.of([(*each, source.random()) for each in asked * 3])
+        assert plain.sample_rows(logits, *draws).tolist() == model.sample_rows(logits, *draws).tolist()
 
 
 @pytest.mark.parametrize(
@@ -244,6 +265,8 @@ def test_seats_are_drawn_with_the_noise_of_their_positions(model: NativeLlama) -
         seats, positions = source.integers(0, 6, 18)[::2], source.integers(0, 2**20, 18)[::2]  # neither lies close
         found = model.sample_rows(logits, rows, seats, positions)
         assert found.tolist() == sample_rows(logits.clone(), rows, seats, positions).tolist()
+        narrow = model.sample_rows(logits, rows, seats.astype(np.int32), positions.astype(np.int32))
+        assert narrow.tolist() == found.tolist()
 
 
 def test_no_token_is_drawn_where_there_is_none(model: NativeLlama) -> None:
@@ -254,24 +277,24 @@ def test_no_token_is_drawn_where_there_is_none(model: NativeLlama) -> None:
     logits[4] = 3e38
     logits[5, 3], logits[5, 68] = math.nan, 9.0
     for temperature in (0.0, 1.0):
-        columns = Columns.of([(temperature, 0, 0.9, 0.0, 0.999)] * 6)
-        found = model.sample_columns(logits, *columns).tolist()
+        draws = Draws.of([(temperature, 0, 0.9, 0.0, 0.999)] * 6)
+        found = model.sample_rows(logits, *draws).tolist()
         assert found == [-1, -1, -1, 66, 0 if temperature == 0 else 69, -1]
-    assert model.sample_columns(logits, *Columns.of([(math.nan, 3, 0.9, 0.0, 0.5)] * 6))[3] == 66
-    assert model.sample_columns(logits, *Columns.of([(math.inf, 3, 0.9, 0.0, 0.5)] * 6))[3] == -1
+    assert model.sample_rows(logits, *Draws.of([(math.nan, 3, 0.9, 0.0, 0.5)] * 6))[3] == 66
+    assert model.sample_rows(logits, *Draws.of([(math.inf, 3, 0.9, 0.0, 0.5)] * 6))[3] == -1
 
 
 def test_what_does_not_fit_together_is_refused(model: NativeLlama) -> None:
-    columns = Columns.of([(1.0, 0, 1.0, 0.0, 0.5)] * 2)
+    draws = Draws.of([(1.0, 0, 1.0, 0.0, 0.5)] * 2)
     with pytest.raises(ValueError, match="expected float32"):
-        model.sample_columns(torch.zeros(3, 8), *columns)
+        model.sample_rows(torch.zeros(3, 8), *draws)
     with pytest.raises(ValueError, match="expected float32"):
-        model.sample_columns(torch.zeros(2, 8, dtype=torch.float64), *columns)
+        model.sample_rows(torch.zeros(2, 8, dtype=torch.float64), *draws)
     rows = SamplingRows(2, 8)
     with pytest.raises(ValueError, match="expected float32"):
         model.sample_rows(torch.zeros(2, 8), rows, np.arange(2), np.arange(3))
-    assert model.sample_columns(torch.zeros(8, 2).T, *columns).tolist() == [4, 4]
-    assert model.sample_columns(torch.zeros(0, 8), *columns.take([])).tolist() == []
+    assert model.sample_rows(torch.zeros(8, 2).T, *draws).tolist() == [4, 4]
+    assert model.sample_rows(torch.zeros(0, 8), *draws.take([])).tolist() == []
 
 
 @pytest.mark.usefixtures("model")

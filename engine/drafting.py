@@ -26,8 +26,10 @@ MAX_DRAFTING_ROWS = 16
 STEP_ROWS = 6.0
 # How many of the last tokens must have stood there before; the longer is looked for first.
 NUMS_SAME = (4, 2)
-# Places that are remembered of a sequence; the oldest is forgotten.
+# Places that are remembered of a sequence; the one that was seen least lately is forgotten.
 MAX_PLACES = 32_768
+# Tokens that are looked at in one call: a long prompt is learnt over some steps, and holds none of them up.
+MAX_LEARNT = 2048
 # How far a guess that came true, or did not, moves the share of those that do.
 RATE = 0.125
 
@@ -55,7 +57,7 @@ class PromptLookup:
         return len(self._places)
 
     def guess(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
-        """What may follow; nothing where the last tokens are new.
+        """What may follow; nothing where the last tokens are new, or a long prompt is not learnt yet.
 
         Whether it is computed or not, the next call sees what came of it, so that a sequence that begins to repeat
         itself is noticed without a trial.
@@ -83,14 +85,16 @@ class PromptLookup:
             self.share += RATE * ((guessed == token_id) - self.share)
             if guessed != token_id:
                 break
-        places = self._places
-        for place in range(max(self._num_seen, len(token_ids) - MAX_PLACES // len(NUMS_SAME)), len(token_ids)):
+        places, first = self._places, max(self._num_seen, len(token_ids) - MAX_PLACES // len(NUMS_SAME))
+        self._num_seen = min(first + MAX_LEARNT, len(token_ids))
+        for place in range(first, self._num_seen):
             for num_same in NUMS_SAME:
                 if place >= num_same:
-                    places[tuple(token_ids[place - num_same : place])] = place
+                    key = tuple(token_ids[place - num_same : place])
+                    places.pop(key, None)  # so that it stands behind all others
+                    places[key] = place
             while len(places) > MAX_PLACES:
                 del places[next(iter(places))]
-        self._num_seen = len(token_ids)
 
 
 def add_drafts(plan: Plan, live: Mapping[int, Sequence]) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import Limits
-from engine.drafting import MAX_PLACES, NUMS_SAME, STEP_ROWS, PromptLookup, add_drafts
+from engine.drafting import MAX_LEARNT, MAX_PLACES, NUMS_SAME, STEP_ROWS, PromptLookup, add_drafts
 from engine.plan import Plan
 from engine.sequence import SamplingParams, Sequence
 from tests.engine.simulate import Simulation
@@ -79,14 +79,41 @@ def test_a_sequence_that_stops_repeating_itself_is_found_out() -> None:
     assert lookup.share > 0.9
 
 
+def learnt(lookup: PromptLookup, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+    """What is guessed when all has been looked at."""
+    for _ in range(MAX_PLACES // MAX_LEARNT):
+        guess = lookup.guess(token_ids, max_tokens)
+    return guess
+
+
 def test_memory_is_bounded() -> None:
     lookup = PromptLookup()
     many = list(range(MAX_PLACES + 1000))
-    assert lookup.guess([*many, *many[-50:-46]], 2) == tuple(many[-46:-44])
+    assert learnt(lookup, [*many, *many[-50:-46]], 2) == tuple(many[-46:-44])
     token_ids = [*many, *many[-50:-46], *many[:4]]
-    assert lookup.guess(token_ids, 2) == ()  # that was too long ago
-    lookup.guess([*token_ids, *range(10**6, 10**6 + MAX_PLACES)], 2)
+    assert learnt(lookup, token_ids, 2) == ()  # that was too long ago
+    learnt(lookup, [*token_ids, *range(10**6, 10**6 + MAX_PLACES)], 2)
     assert lookup.num_places <= MAX_PLACES
+
+
+def test_what_is_seen_again_is_remembered_longer() -> None:
+    phrase, some = [1, 2, 3, 4, 5, 6], MAX_PLACES // 4 + 100  # two of them are more than is remembered
+    token_ids = [*phrase, *range(100, 100 + some)]
+    lookup = PromptLookup()
+    learnt(lookup, token_ids, 2)
+    token_ids += phrase
+    learnt(lookup, token_ids, 2)
+    token_ids += [*range(10**6, 10**6 + some), *phrase[:4]]
+    assert learnt(lookup, token_ids, 2) == (5, 6)
+
+
+def test_a_long_prompt_is_learnt_over_several_steps() -> None:
+    """The first guess does not take long, and the last ones miss nothing."""
+    lookup, token_ids = PromptLookup(), [*range(3 * MAX_LEARNT), 2 * MAX_LEARNT, 2 * MAX_LEARNT + 1]
+    assert lookup.guess(token_ids, 1) == ()
+    assert lookup.num_places <= MAX_LEARNT * len(NUMS_SAME)
+    assert lookup.guess(token_ids, 1) == ()
+    assert lookup.guess(token_ids, 1) == (2 * MAX_LEARNT + 2,)
 
 
 def repeating(num_tokens: int, period: int = 5) -> tuple[int, ...]:

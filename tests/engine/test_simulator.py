@@ -39,7 +39,8 @@ def workload_of(*items: tuple[float, int, int]) -> Workload:
 
 
 def play(workload: Workload, **changes: Any) -> Any:
-    limits = {key: changes.pop(key) for key in list(changes) if key in Limits.__dataclass_fields__}
+    own = Limits.__dataclass_fields__.keys() - {"max_waiting"}  # the simulator has one of its own: that may be none
+    limits = {key: changes.pop(key) for key in list(changes) if key in own}
     arguments: dict[str, Any] = {
         "limits": Limits(**{"max_num_seqs": 4, "max_num_batched_tokens": 32, **limits}),
         "num_blocks": 64,

@@ -86,6 +86,7 @@ class Engine:
             limits=config.limits,
             num_seats=self.capacity.max_num_seqs,
             max_model_len=loaded.max_model_len,
+            may_draft=loaded.is_batch_invariant,
         )
         self.model = ModelInfo(
             name=loaded.name,

@@ -82,6 +82,7 @@ class LoadedModel:
         max_model_len: context length in tokens.
         num_blocks: KV blocks that the runner has memory for.
         remarks: one line each about what was chosen and why.
+        is_batch_invariant: what a step computes of a sequence depends on nothing else in that step.
     """
 
     name: str
@@ -93,6 +94,7 @@ class LoadedModel:
     tokenizer: TokenizerLike
     chat_template: ChatTemplateLike | None
     remarks: tuple[str, ...] = ()
+    is_batch_invariant: bool = True
 
 
 def require_chat_template(template: ChatTemplateLike | None) -> ChatTemplateLike:

@@ -40,12 +40,15 @@ class Scheduler:
         limits: seats, token budget and policies at the start.
         num_seats: the highest `max_num_seqs` there can ever be.
         max_model_len: context length of the model, in tokens.
+        may_draft: whether what else a step computes changes no token; else drafts would.
 
     Raises:
         ValueError: there is no policy of that name.
     """
 
-    def __init__(self, kv_cache: KVCache, *, limits: Limits, num_seats: int, max_model_len: int) -> None:
+    def __init__(
+        self, kv_cache: KVCache, *, limits: Limits, num_seats: int, max_model_len: int, may_draft: bool = True
+    ) -> None:
         self.kv_cache = kv_cache
         self.limits = limits
         self.batching = make_batching(limits.policy)
@@ -58,6 +61,7 @@ class Scheduler:
         self.counters = Counters()
         self._live: dict[int, Sequence] = {}
         self._seats = Seats(num_seats)
+        self._may_draft = may_draft
         self._step = 0
 
     def request_ids(self, sequence_ids: Iterable[int]) -> tuple[str, ...]:
@@ -134,7 +138,7 @@ class Scheduler:
         for work in self.classes:
             self._continue_running(work, plan)
             self._admit_waiting(work, plan, now)
-        if not self.batching.forms_batches:
+        if self._may_draft and not self.batching.forms_batches:
             add_drafts(plan, self._live)
         if plan.rows or plan.padding:
             self._step = plan.step
@@ -358,11 +362,7 @@ class Scheduler:
     def _add_more(
         self, sequence: Sequence, token_ids: Iterable[int], update: StepUpdate, *, were_drafted: bool = False
     ) -> None:
-        """Add what came with a drawn token, up to where the sequence ends.
-
-        Args:
-            were_drafted: they were drawn behind drafts that were right: with each, one more token has been computed.
-        """
+        """Add what came with a drawn token, up to the end; with each that was drafted one more has been computed."""
         for token_id in token_ids:
             if sequence.is_finished:
                 return

@@ -48,7 +48,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     num_blocks = _num_blocks(config, max_model_len, runner.kv_bytes_per_token)
     runner.allocate_cache(num_blocks)
     runner.warm_up()
+    is_batch_invariant = runner.precision.library is not None  # of floats the order of sums depends on the batch
     remarks = [f"dtype {runner.precision.name}: {runner.precision.reason}", *vocabulary_remarks(checkpoint.tokenizer)]
+    if config.num_speculative_tokens and not is_batch_invariant:
+        remarks.append("nothing is guessed: without the native kernels guesses could change an answer, by rounding")
     if checkpoint.chat_template is None:
         remarks.append("the model has no chat template: /v1/completions works, /v1/chat/completions does not")
     return LoadedModel(
@@ -61,6 +64,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         tokenizer=checkpoint.tokenizer,
         chat_template=checkpoint.chat_template,
         remarks=tuple(remarks),
+        is_batch_invariant=is_batch_invariant,
     )
 
 

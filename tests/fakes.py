@@ -342,6 +342,7 @@ async def open_fake_engine(
     name: str = "fake",
     end_after: Callable[[list[int]], int | None] | None = None,
     answer: Callable[[list[int]], Sequence[int] | None] | None = None,
+    is_batch_invariant: bool = True,
 ) -> AsyncIterator[Engine]:
     """A real engine over the fake model; each step takes `step_seconds` of the loop's time."""
     config = config or fake_config()
@@ -357,6 +358,7 @@ async def open_fake_engine(
             runner=runner,
             tokenizer=FakeTokenizer(),
             chat_template=FakeChatTemplate() if chat_template is True else chat_template or None,
+            is_batch_invariant=is_batch_invariant,
         )
 
     @asynccontextmanager

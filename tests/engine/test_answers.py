@@ -305,6 +305,18 @@ async def test_several_tokens_of_a_step_arrive_with_their_time(autojump_clock: M
     assert stats["latency"]["tpot"]["p50"] == pytest.approx((59 - accepted) / 59)
 
 
+async def test_nothing_is_guessed_where_a_guess_could_change_a_token(autojump_clock: MockClock) -> None:
+    """Where rounding depends on how full a step is; whatever is set, at the start or later."""
+    config = fake_config(num_speculative_tokens=4)
+    async with open_fake_engine(config, answer=lambda _: AGAIN, is_batch_invariant=False) as engine:
+        for drafts in (4, 7):
+            await engine.set_limits({"num_speculative_tokens": drafts})
+            handle = engine.submit(ask(60))
+            await handle.accepted()
+            assert text_of(await read(handle)) == AGAIN[:60].decode()
+        assert engine.snapshot()["speculation"]["draft_tokens"] == 0
+
+
 @pytest.mark.parametrize("stop", ["song; a", "; ", "g, a song"])
 async def test_a_stop_string_ends_within_what_was_accepted(autojump_clock: MockClock, stop: str) -> None:
     answers = []

@@ -10,11 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch, Seated
+from engine.config import EngineConfig
 from engine.sequence import FinishReason, SamplingParams
+from engine.startup import load_model
 from tests.engine.simulate import Simulation
 from tests.fake_checkpoint import GREEDY, FakeCheckpoint, make_checkpoint, make_runner
+from tests.kernels.library import kernels_or_skip
+from tests.tiny_models import make_config, make_tensors, write_gguf
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from engine.batch import StepOutput, StepUpdate, TokenLogprobs
@@ -31,6 +37,7 @@ def tiny() -> FakeCheckpoint:
 
 @pytest.fixture(scope="module", params=["float32", "int8"])
 def runner(request: pytest.FixtureRequest, tiny: FakeCheckpoint) -> ModelRunner:
+    """In float32 too, where a server guesses nothing: so small a model's rounding changes no token."""
     return make_runner(tiny, num_blocks=NUM_BLOCKS, dtype=request.param)
 
 
@@ -208,6 +215,18 @@ def test_fixed_batches_have_no_drafts(runner: ModelRunner, policy: str) -> None:
     outcomes, simulation = play(runner, crowd(4), drafts=7, policy=policy)
     assert simulation.scheduler.counters.num_draft_tokens == 0
     assert outcomes == play(runner, crowd(4), drafts=0)[0]
+
+
+def test_a_server_guesses_where_no_batch_changes_a_token(tmp_path: Path) -> None:
+    """On the native kernels; elsewhere it says at the start that it does not."""
+    kernels_or_skip()
+    config = make_config()
+    path = str(write_gguf(tmp_path / "tiny.gguf", config, make_tensors(config)))
+    for dtype, drafts, guesses, told in (("int8", 7, True, 0), ("float32", 7, False, 1), ("float32", 0, False, 0)):
+        wanted = EngineConfig(path, dtype, num_threads=1, cache_memory_bytes=1 << 20, num_speculative_tokens=drafts)
+        model = load_model(wanted)
+        assert model.is_batch_invariant is guesses
+        assert sum(remark.startswith("nothing is guessed") for remark in model.remarks) == told
 
 
 def test_the_switch_works_while_it_runs(runner: ModelRunner) -> None:

@@ -268,7 +268,7 @@ class RequestLog:
             record.begin(Span("idle", record.seat, step, planned), step, planned)
 
     def _go_on(self, sequence_id: int, step: int, planned: float) -> None:
-        """It was behind, or had no seat, and is no more: it decodes, unless a chunk was its last or it lost its seat."""
+        """It was behind, or had no seat, and is no more: it decodes, unless a chunk was its last or its seat went."""
         record = self._open.get(sequence_id)
         if record is not None and (record.spans[-1].ended is not None or record.spans[-1].phase == "idle"):
             record.begin(Span("decode", record.seat, step, planned), step, planned)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from app.render import numbers
 from app.render.view import PARTS
 from app.telemetry import HEARTBEAT_SECONDS, Telemetry, encode_event
 from engine.handle import GenerationRequest, TextPrompt

@@ -1,9 +1,10 @@
 """What open dashboards cost the server: `python -m tests.bench.dashboards [--model M]`.
 
 The same requests are answered over HTTP without a dashboard (A) and with fifty that read `/ops/events` (B): A B A B.
-What is measured is as in `tests.bench.overhead`: CPU time of the serving process alone, while every stream decodes. Those
-who watch are a process of their own and throw away what they read. Without `--model` the model is one that sleeps; there
-a token costs next to nothing, so the share that a dashboard takes is no more than a hint, but the microseconds hold.
+What is measured is as in `tests.bench.overhead`: CPU time of the serving process alone, while every stream decodes.
+Those who watch are a process of their own and throw away what they read. Without `--model` the model is one that
+sleeps; there a token costs next to nothing, so the share that a dashboard takes is no more than a hint, but the
+microseconds hold.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ from engine.bench_running import LagMeter
 from engine.engine import open_engine
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.loaded import LoadedModel
-from engine.sequence import SamplingParams
 from engine.samples import nearest_rank
+from engine.sequence import SamplingParams
 from tests.bench.versus.client import HOST, EventReader, make_request
 from tests.bench.versus.work import WARM_UP_PROMPT
 from tests.fakes import FakeChatTemplate, FakeTokenizer

@@ -82,7 +82,8 @@ def make_engine(template: FakeChatTemplate) -> Any:
         model=SimpleNamespace(name="fake", context_length=512),
         chat_template=template,
         tokenizer=FakeTokenizer(),
-        config=fake_config(),
+        config=(config := fake_config()),
+        limits=config.limits,
     )
 
 

@@ -27,7 +27,7 @@ DESCRIPTION: Final = (
 ERRORS: Final = {
     400: "The body is not JSON, or a field is not what it must be; `param` names it.",
     401: "A key is needed, and none or a wrong one was sent.",
-    403: "Open to the server's own machine only, or sent from a page of another site.",
+    403: "Open to the server's own machine only, sent from a page of another site, or ended by the operator.",
     404: "The model that is named is not served here.",
     408: "The request reached its deadline, or its body came too slowly.",
     413: "The body is larger than this server takes.",

@@ -71,7 +71,7 @@ def spent_figure(scene: Scene, course: Course) -> Figure:
     spent = scene.snapshot["spent"]
     note = f"mean of {numbers.plural(spent['requests'], 'request')}" if spent["requests"] else "no request has ended"
     legend = [LegendItem(name, title, str(numbers.seconds(spent[f"{name}_seconds"]))) for name, title in SPENT.items()]
-    return Figure("Where the time went", note, _draw_spent(course, note), "spent", legend=legend)
+    return Figure("Where the time went", note, _draw_spent(course, note, chart_marks(scene)), "spent", legend=legend)
 
 
 def _draw_heat(
@@ -114,7 +114,7 @@ def _band_labels(low: int, high: int, row: float) -> list[str]:
     return labels
 
 
-def _draw_spent(course: Course, note: str) -> Markup:
+def _draw_spent(course: Course, note: str, marks: Sequence[Mark]) -> Markup:
     top = nice_ceiling(max((sum(column[1:]) for column in course.spent.values()), default=0.0))
     scale = (HEIGHT - 16) / top
     paths: dict[str, list[str]] = {name: [] for name in SPENT}
@@ -129,6 +129,7 @@ def _draw_spent(course: Course, note: str) -> Markup:
             base -= height
     body = [f'<path class="grid" d="M0 {number(y)}H{number(WIDTH)}"/>' for _, y in grid_lines(top)]
     body += [f'<path class="spent-{name}" d="{"".join(drawn)}"/>' for name, drawn in paths.items()]
+    body += [mark.draw() for mark in marks]
     axis = [text("tick", number(AXIS_WIDTH - 2), y + 3.5, axis_seconds(value)) for value, y in grid_lines(top)]
     label = f"Where the time of requests went, {span_of(course.seconds)}, {note}."
     drawing = svg("lines", body, height=HEIGHT, label=label, view_box=f"0 0 600 {HEIGHT}")

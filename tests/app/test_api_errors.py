@@ -304,7 +304,7 @@ async def test_a_full_queue_is_503_at_once_and_says_when_to_come_back() -> None:
             assert int(response.headers["retry-after"]) >= 1
         assert trio.current_time() - before < 0.5
         server.engine.abort_all("admin")
-    assert statuses == [500, 500, 500]
+    assert statuses == [403, 403, 403]
 
 
 async def test_while_draining_new_requests_are_503() -> None:

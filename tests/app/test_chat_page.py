@@ -544,8 +544,7 @@ def test_ten_at_once_fill_side_by_side_over_one_stream(page: Page) -> None:
         page.keyboard.press("Enter")
         until(page, "[...document.querySelectorAll('.pane .text')].filter(e => e.textContent.length > 3).length === 10")
         assert page.evaluate("fetch('/ops/stats.json').then(a => a.json())")["requests"]["running"] == 10
-        until(page, "document.querySelectorAll('.strip .own').length >= 10")
-        assert len(set(page.locator(".strip .own").evaluate_all("all => all.map(e => e.classList[1])"))) == 10
+        until(page, "new Set([...document.querySelectorAll('.strip .own')].map(e => e.classList[1])).size === 10")
         page.get_by_text("10 of 10 answers done").wait_for()
         assert posts == [f"{url}/chat/many"]
         for facts in page.locator(".pane .facts").all_inner_texts():

@@ -85,6 +85,18 @@ def interleave(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, An
     return np.concatenate([np.stack([h[: size // 2], h[size // 2 :]], axis=1).reshape(h.shape) for h in heads])
 
 
+def add_shape(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    """The metadata that tells the shape."""
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+
+
 def write_gguf(
     path: Path,
     config: ModelConfig,
@@ -104,14 +116,7 @@ def write_gguf(
     `more_tokens` come behind `TOKENS`.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope.theta)
+    add_shape(writer, config)
     writer.add_tokenizer_model(tokenizer)
     if pre:
         writer.add_tokenizer_pre(pre)

@@ -24,7 +24,7 @@ from engine.loading.fetch import BUILTIN_MODELS, resolve_model
 from engine.loading.gguf_reader import open_gguf
 from engine.models.config import ModelConfig, RopeConfig
 from tests.bench.versus.to_hugging_face import write_folder
-from tests.tiny_models import gguf_name
+from tests.tiny_models import add_shape, gguf_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,17 +123,10 @@ def write_gguf(path: Path, name: str, *, kind: GGMLQuantizationType, tokenizer: 
 
 
 def add_sizes(writer: GGUFWriter, name: str, config: ModelConfig, kind: GGMLQuantizationType) -> None:
-    """The metadata that tells the shape."""
+    """The metadata that tells name, shape and kind."""
     writer.add_name(f"{name} with random weights")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
+    add_shape(writer, config)
     writer.add_rope_dimension_count(config.head_size)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_file_type(KINDS[kind])
     writer.add_quantization_version(2)
 

@@ -229,32 +229,6 @@ inline void multiply_tile(const Matrix& w, const uint8_t* tile, const Activation
     }
 }
 
-// M rows of PIECES neighbouring pieces: out [M][PIECES * PIECE].
-template <int M, int PIECES>
-inline void multiply_rows(const Matrix& w, int piece, const Activations& a, int first, float* out) {
-    constexpr int TILES = PIECE / LANES;
-    for (int t = 0; t < PIECES * TILES; t++)
-        multiply_tile<M>(w, w.tile(piece * TILES + t), a, first, out + t * LANES, PIECES * PIECE);
-}
-
-// Neighbouring pieces for `count` rows of activations; `use(row, values [PIECES * PIECE])` takes them as they come.
-template <int PIECES, class Use>
-inline void multiply(const Matrix& w, int piece, const Activations& a, int count, Use use) {
-    constexpr int ROWS = simd::ROWS;
-    alignas(64) float out[ROWS * PIECES * PIECE];
-    int done = 0;
-    auto some = [&]<int M>() {
-        for (; done + M <= count; done += M) {
-            multiply_rows<M, PIECES>(w, piece, a, done, out);
-            for (int m = 0; m < M; m++) use(done + m, out + m * PIECES * PIECE);
-        }
-    };
-    some.template operator()<ROWS>();
-    if constexpr (ROWS > 4) some.template operator()<4>();
-    some.template operator()<2>();
-    some.template operator()<1>();
-}
-
 // One row of a matrix as floats [cols], for embeddings.
 inline void read_row(const Matrix& w, int row, float* out) {
     const uint8_t* tile = w.tile(row / LANES);

@@ -11,7 +11,7 @@ struct Quantized {
     Activations view;
 
     Quantized(const float* x, int count, int cols)
-        : codes(size_t(count) * cols),
+        : codes(size_t(count + amx::ROWS - 1) * cols),
           scales(size_t(count) * cols / GROUP),
           sums(scales.size()),
           lifts(2 * scales.size()),
@@ -57,7 +57,7 @@ int guarded(Work work) {
 
 extern "C" {
 
-const char* relevo_instructions() { return simd::NAME; }
+const char* relevo_instructions() { return amx::permitted() ? "AVX-512 VNNI and AMX" : simd::NAME; }
 
 int32_t relevo_piece() { return PIECE; }
 
@@ -76,6 +76,7 @@ void relevo_read_row(const Matrix* matrix, int32_t row, float* out) { read_row(*
 int relevo_multiply(const Matrix* matrix, const float* x, int32_t count, float* out) {
     return guarded([&] {
         const Quantized a(x, count, matrix->cols);
+        const amx::Registers registers;
         for (int piece = 0; piece < matrix->num_pieces(); piece++)
             multiply<1>(*matrix, piece, a.view, count, [&](int row, const float* values) {
                 const int first = piece * PIECE;

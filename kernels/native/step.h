@@ -6,7 +6,7 @@
 
 #include "attention.h"
 #include "clock.h"
-#include "matrix.h"
+#include "products.h"
 #include "sampling.h"
 #include "threads.h"
 
@@ -50,7 +50,7 @@ class Engine {
         if (model.cache_kind == BYTE_LINES)
             keys_values_ = room<float>(size_t(max_tokens) * 2 * model.num_kv_heads * model.head_size);
         // At least what the products' own rate is measured with.
-        hidden_in_ = activations(std::max(max_tokens, simd::ROWS), model.hidden_size);
+        hidden_in_ = activations(std::max(max_tokens, RATED_ROWS), model.hidden_size);
         attended_ = activations(max_tokens, attended);
         inner_ = activations(max_tokens, model.inner_size);
     }
@@ -78,6 +78,7 @@ class Engine {
     void forward(const Step& step, double* seconds) {
         plan(step);
         threads_.run([&](int thread) {
+            const amx::Registers registers;
             Clock clock(thread == 0 ? seconds : nullptr);
             for (int i = 0; i < model_.num_layers; i++) layer(step, i, thread, clock);
         });
@@ -89,8 +90,10 @@ class Engine {
     void logits(const float* hidden, int count, float* out, double* seconds) {
         const Matrix& head = model_.head;
         threads_.run([&](int thread) {
+            const amx::Registers registers;
             Clock clock(thread == 0 ? seconds : nullptr);
-            threads_.share(count, [&](int n) { normalize(hidden + size_t(n) * model_.hidden_size, model_.norm, n); });
+            threads_.share_rows(count,
+                                [&](int n) { normalize(hidden + size_t(n) * model_.hidden_size, model_.norm, n); });
             threads_.share(head.num_pieces(), [&](int piece) {
                 const int first = piece * PIECE, size = std::min(PIECE, head.rows - first);
                 multiply<1>(head, piece, hidden_in_, count, [&](int row, const float* values) {
@@ -118,24 +121,28 @@ class Engine {
         const Matrix& w = model_.layers[0].gate_up;  // the largest
         float ramp[GROUP];
         for (int i = 0; i < GROUP; i++) ramp[i] = static_cast<float>(i);
-        for (int m = 0; m < simd::ROWS; m++)
+        for (int m = 0; m < RATED_ROWS; m++)
             for (int g = 0; g < w.num_groups(); g++) hidden_in_.put(m, g, ramp);
-        constexpr int ROUNDS = 3000;
+        constexpr int ROUNDS = 1000;
         auto run = [&](int) {
-            alignas(64) float out[simd::ROWS * LANES];
-            for (int i = 0; i < ROUNDS; i++) multiply_tile<simd::ROWS>(w, w.tile(0), hidden_in_, 0, out, LANES);
+            const amx::Registers registers;
+            volatile float seen = 0;
+            for (int i = 0; i < ROUNDS; i++)
+                multiply<1>(w, 0, hidden_in_, RATED_ROWS, [&](int, const float* values) { seen = values[0]; });
         };
         double best = 0;
         for (int i = 0; i < 5; i++) {
             const auto begin = std::chrono::steady_clock::now();
             threads_.run(run);
             const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-            best = std::max(best, 2.0 * threads_.count() * ROUNDS * simd::ROWS * w.cols * LANES / seconds);
+            best = std::max(best, 2.0 * threads_.count() * ROUNDS * RATED_ROWS * w.cols * PIECE / seconds);
         }
         return best;
     }
 
   private:
+    static constexpr int RATED_ROWS = 16;  // of the loop whose rate counts as the best
+
     struct alignas(64) Line {
         char bytes[64];
     };
@@ -157,7 +164,8 @@ class Engine {
         // An odd number of cache lines, or all groups of a row would compete for the same few places in the cache.
         const int stride = ((rows + 15) / 16 | 1) * 16;
         const size_t scales = size_t(cols / GROUP) * stride;
-        return {room<int8_t>(size_t(rows) * cols),
+        // Products take whole registers of rows.
+        return {room<int8_t>(size_t(rows + amx::ROWS - 1) * cols),
                 room<float>(scales),
                 room<float>(scales),
                 room<int32_t>(2 * scales),
@@ -200,7 +208,7 @@ class Engine {
     void layer(const Step& step, int index, int thread, Clock& clock) {
         const Layer& layer = model_.layers[index];
         const int tokens = step.num_tokens, hidden_size = model_.hidden_size;
-        threads_.share(tokens, [&](int n) {
+        threads_.share_rows(tokens, [&](int n) {
             float* hidden = step.hidden + size_t(n) * hidden_size;
             if (index == 0) read_row(model_.embedding, static_cast<int>(step.token_ids[n]), hidden);
             normalize(hidden, layer.input_norm, n);
@@ -220,7 +228,7 @@ class Engine {
         });
         clock.spent(PRODUCTS);
         if (cache_shape_.kind == BYTE_LINES)
-            threads_.share(tokens, [&](int n) { put_lines(step, step.caches[index], n); });
+            threads_.share_rows(tokens, [&](int n) { put_lines(step, step.caches[index], n); });
         threads_.share(static_cast<int>(tasks_.size()),
                        [&](int i) { attend_to(step, step.caches[index], i, scratch_[thread]); });
         clock.spent(ATTENTION);
@@ -234,8 +242,8 @@ class Engine {
         threads_.share(layer.output.num_pieces(),
                        [&](int piece) { multiply<1>(layer.output, piece, attended_, tokens, add_to_hidden(piece)); });
         clock.spent(PRODUCTS);
-        threads_.share(tokens,
-                       [&](int n) { normalize(step.hidden + size_t(n) * hidden_size, layer.feed_forward_norm, n); });
+        threads_.share_rows(
+            tokens, [&](int n) { normalize(step.hidden + size_t(n) * hidden_size, layer.feed_forward_norm, n); });
         clock.spent(GLUE);
         // Two groups at a time: 64 codes are a cache line.
         const int pairs = layer.gate_up.num_pieces() / 2;

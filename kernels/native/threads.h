@@ -4,6 +4,7 @@
 // the usual case, and then sleeps: a thread that only spins would take the core from whoever it waits for.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -45,6 +46,16 @@ class Threads {
     void share(int num_pieces, Piece piece) {
         for (int i; (i = claimed_.fetch_add(1, std::memory_order_relaxed)) < num_pieces;) piece(i);
         barrier([this] { claimed_.store(0, std::memory_order_relaxed); });
+    }
+
+    // The same for rows, several neighbours at a time where there are many: what belongs to sixteen of them may lie in
+    // one cache line, and two threads that write to it take it from each other.
+    template <class Row>
+    void share_rows(int num_rows, Row row) {
+        constexpr int RUN = 16;
+        share((num_rows + RUN - 1) / RUN, [&](int piece) {
+            for (int i = piece * RUN; i < std::min(num_rows, (piece + 1) * RUN); i++) row(i);
+        });
     }
 
   private:

@@ -106,7 +106,7 @@ def test_floats_become_bytes_within_half_a_step() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    count=st.integers(1, 19),
+    count=st.integers(1, 19) | st.sampled_from([63, 64, 65, 73, 90]),
     rows=st.integers(1, 100),
     groups=st.integers(1, 20),
     bits=st.sampled_from(BITS),
@@ -142,12 +142,12 @@ def test_codes_that_overflow_are_summed_as_they_are_stored(library: Library, bit
 @pytest.mark.parametrize("bits", BITS)
 def test_a_row_that_is_no_number_is_seen_and_alone(library: Library, spoiler: float, bits: int) -> None:
     matrix = library.pack(random_blocks(40, 96, bits=bits))
-    x = torch.randn(6, 96)
+    x = torch.randn(20, 96)
     before = library.multiply(x, matrix)
     x[2, 70] = spoiler
     after = library.multiply(x, matrix)
     assert bool(after[2].isnan().all())
-    others = [0, 1, 3, 4, 5]
+    others = [row for row in range(20) if row != 2]
     assert torch.equal(after[others], before[others])
 
 
@@ -270,7 +270,7 @@ def test_the_plain_form_gives_the_same_bits(library: Library, monkeypatch: pytes
     )
     plain = load(kernels_dir())
     assert plain.instructions == ("plain C++" if library.instructions != "plain C++" else library.instructions)
-    x = torch.randn(5, 192)
+    x = torch.randn(21, 192)
     for bits in BITS:
         blocks = random_blocks(70, 192, bits=bits)
         assert torch.equal(plain.multiply(x, plain.pack(blocks)), library.multiply(x, library.pack(blocks)))

@@ -16,6 +16,7 @@ class Counters:
 
     Attributes:
         num_preemptions: times that a sequence lost its seat.
+        num_yields: of these to one with a better right to it; all others were for want of blocks.
         num_recomputed_tokens: tokens computed again after that.
         num_prompt_tokens: prompt tokens read for the first time, from the cache or computed.
         num_queried_tokens: prompt tokens that were looked up in the prefix cache.
@@ -32,6 +33,7 @@ class Counters:
     """
 
     num_preemptions: int = 0
+    num_yields: int = 0
     num_recomputed_tokens: int = 0
     num_prompt_tokens: int = 0
     num_queried_tokens: int = 0

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "draining", "shared_prompt")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PHASES = ("door", "queued", "prefill", "decode")
+PREEMPTION_REASONS = ("kv_memory", "better_right")
 REJECTION_REASONS = ("context_length_exceeded", "queue_full", "rate_limited", "draining", "invalid")
 
 
@@ -93,6 +94,7 @@ class Report:
                 "evictions": scheduler.kv_cache.pool.num_evictions,
             },
             "preemptions": scheduler.counters.num_preemptions,
+            "preemptions_by_reason": self._preemptions(),
             "recomputed_tokens": scheduler.counters.num_recomputed_tokens,
             "padding": {"rows": scheduler.counters.num_padding_rows, "tokens": scheduler.counters.num_padding_tokens},
             "speculation": {
@@ -105,6 +107,7 @@ class Report:
                 "unwritten_slots": scheduler.counters.num_unwritten_slots,
             },
             "dropped_results": scheduler.counters.num_dropped_results,
+            "rows": {"computed": scheduler.counters.num_rows, "useful": scheduler.counters.num_useful_rows},
             "useful_row_share": scheduler.counters.num_useful_rows / scheduler.counters.num_rows
             if scheduler.counters.num_rows
             else None,
@@ -158,6 +161,7 @@ class Report:
                 ),
             },
             labelled_counters={
+                "num_preemptions_by_reason": (("reason",), {(r,): n for r, n in self._preemptions().items()}),
                 "request_success": (("finished_reason",), {(r,): stats.finished[r] for r in FINISH_REASONS}),
                 "admission_rejections": (("reason",), {(r,): stats.rejected[r] for r in REJECTION_REASONS}),
                 "request_aborts": (
@@ -185,6 +189,11 @@ class Report:
             "by_class": _places({name: [s for s in scheduler.sequences if s.class_name == name] for name in CLASSES}),
             "by_key": self._by_key(),
         }
+
+    def _preemptions(self) -> dict[str, int]:
+        counters = self._scheduler.counters
+        amounts = (counters.num_preemptions - counters.num_yields, counters.num_yields)
+        return dict(zip(PREEMPTION_REASONS, amounts, strict=True))
 
     def _by_key(self) -> dict[str, dict[str, int]]:
         """What each named key has, and the weighted tokens it was served (`served_by_key`)."""

@@ -229,6 +229,7 @@ class Scheduler:
         victim = way.givers[0]
         self._preempt(victim, plan)
         victim.num_yields += 1
+        self.counters.num_yields += 1
         self.classes[victim.background].queue.put_back_own(victim)
 
     def _continue_running(self, work: WorkClass, plan: Plan) -> None:

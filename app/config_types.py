@@ -49,8 +49,8 @@ def _parse_key(entry: object) -> ApiKey | None:
     name, _, key = entry.partition("=") if isinstance(entry, str) else ("", "", "")
     if not name.strip() and not key.strip() and isinstance(entry, str) and "=" not in entry:
         return None
-    if not name.strip() or not key.strip():
-        raise ValueError("entries of the form name=key")
+    if not name.strip() or not name.strip().isprintable() or not key.strip():
+        raise ValueError("entries of the form name=key, with a name that can be shown")
     return ApiKey(name.strip(), SecretStr(key.strip()))
 
 

@@ -28,8 +28,8 @@ def request_variables(scene: Scene) -> dict[str, Any]:
     return {
         "rows": [request_row(entry, scene.palette) for entry in shown],
         "ended": [ended_row(entry) for entry in scene.ended],
-        "more": len(active) - len(shown),
-        "keyed": any(entry["key"] for entry in shown),
+        "more": requests["running"] + requests["waiting"] - len(shown),
+        "keyed": any(entry["key"] for entry in (*shown, *scene.ended)),
         "running": requests["running"],
         "waiting": requests["waiting"],
         "why": [

@@ -14,13 +14,15 @@ from app.live_config import STATE, ChangedMeanwhileError
 from app.preview import look
 from app.render.templates import make_environment
 from app.render.tuning import MAX_ROWS, admin_variables, effect_view, list_changes, list_history, read_form
+from app.security import ADMIN_COOKIE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from quart.typing import ResponseReturnValue
     from werkzeug.wrappers import Response as WerkzeugResponse
 
+    from app.audit import AuditEntry
     from app.http import Context
 
 # What a button of the page asks for, as `PATCH /admin/config` takes it.
@@ -42,7 +44,7 @@ def admin_blueprint(context: Context) -> Blueprint:
 
     @admin.get("/admin")
     async def tuning() -> Response:
-        return page.draw(held=request.args.get("held", ""))
+        return await page.draw(held=request.args.get("held", ""))
 
     @admin.post("/admin")
     async def turn() -> ResponseReturnValue:
@@ -59,8 +61,12 @@ def admin_blueprint(context: Context) -> Blueprint:
     @admin.get("/admin/audit")
     async def audit() -> Response:
         entries = context.journal.audit.entries
-        told = tell_effects(entries, context.effects)
-        return jsonify([entry.as_json() | {"effect": effect} for entry, effect in zip(entries, told, strict=True)])
+
+        def make() -> list[dict[str, Any]]:
+            told = tell_effects(entries, context.effects)
+            return [entry.as_json() | {"effect": effect} for entry, effect in zip(entries, told, strict=True)]
+
+        return await context.drawing.json(make)
 
     return admin
 
@@ -72,7 +78,7 @@ class TuningPage:
         self._context = context
         self._template = make_environment().get_template("admin.html")
 
-    def draw(self, status: int = 200, *, held: str = "", **variables: Any) -> Response:
+    async def draw(self, status: int = 200, *, held: str = "", **variables: Any) -> Response:
         """The page.
 
         Args:
@@ -81,14 +87,11 @@ class TuningPage:
         """
         context, live = self._context, self._context.live
         config, entries = live.view(), context.journal.audit.entries
-        shown_entries = entries[-MAX_ROWS:]
-        rows = list_history(config["effective"], config["generation"], shown_entries)
-        for row, told in zip(rows, reversed(tell_effects(shown_entries, context.effects)), strict=False):
-            row["effect"] = effect_view(told)
-        now = look(context.engine.snapshot())
-        shown = admin_variables(config, context.engine.limits, now) | {
-            "history": rows if len(shown_entries) == len(entries) else rows[:-1],
-            "num_older": len(entries) - len(shown_entries),
+        now, limits = look(context.engine.snapshot()), context.engine.limits
+        shown = {
+            "page": "admin",
+            "signed_in": ADMIN_COOKIE in request.cookies,
+            "state_html": context.telemetry.draw_part("state"),
             "history_problem": context.journal.problem,
             "undo": list_changes({name: (config["effective"][name], old) for name, old in live.undo.items()}),
             "off_start": list_changes(_differences(config["effective"], live.start)),
@@ -97,10 +100,23 @@ class TuningPage:
             "error": None,
             "meanwhile": [],
             "preview": None,
+        } | variables
+
+        def make() -> dict[str, Any]:
+            return admin_variables(config, limits, now) | self._history(config, entries) | shown
+
+        return await context.drawing.page(self._template, make, status)
+
+    def _history(self, config: Mapping[str, Any], entries: Sequence[AuditEntry]) -> dict[str, Any]:
+        """The changes that the page lists, with what came of each; made on a thread."""
+        shown = entries[-MAX_ROWS:]
+        rows = list_history(config["effective"], config["generation"], shown)
+        for row, told in zip(rows, reversed(tell_effects(shown, self._context.effects)), strict=False):
+            row["effect"] = effect_view(told)
+        return {
+            "history": rows if len(shown) == len(entries) else rows[:-1],
+            "num_older": len(entries) - len(shown),
         }
-        state = context.telemetry.draw_part("state")
-        html = self._template.render(page="admin", state_html=state, **(shown | variables))
-        return Response(html, status, {"Cache-Control": "no-store"}, content_type="text/html; charset=utf-8")
 
     async def turn(self, form: Mapping[str, str]) -> Response | WerkzeugResponse:
         """Do what a form asks for; where that cannot be done, the page says why and keeps what was typed."""
@@ -111,7 +127,7 @@ class TuningPage:
             if isinstance(seen := body.get("if_generation"), int):
                 self._context.live.check_generation(seen)  # before what else is wrong with it
             if action == "preview":
-                return self.draw(typed=typed, preview=self._preview(body))
+                return await self.draw(typed=typed, preview=self._preview(body))
             if action == "apply" and not body.keys() & KEYS:
                 raise ApiError(422, "These values hold already.", code="no_change")
             done = await self._context.live.apply(body, who=g.who)
@@ -121,9 +137,9 @@ class TuningPage:
                  "changes": list_changes(entry.changes)}
                 for entry in error.entries
             ]  # fmt: skip
-            return self.draw(error.status, typed=typed, error=_told(error), meanwhile=meanwhile)
+            return await self.draw(error.status, typed=typed, error=_told(error), meanwhile=meanwhile)
         except ApiError as error:
-            return self.draw(error.status, typed=typed, error=_told(error))
+            return await self.draw(error.status, typed=typed, error=_told(error))
         return redirect(f"/admin?held={done['generation']}", 303)
 
     def _body(self, action: str, form: Mapping[str, str]) -> dict[str, Any]:

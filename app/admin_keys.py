@@ -14,6 +14,7 @@ from app.audit import timestamp
 from app.config_schema import KeyLimits, is_loopback
 from app.render.keys import LIMIT_TITLES, page_variables
 from app.render.templates import make_environment
+from app.security import ADMIN_COOKIE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,27 +46,27 @@ class NewKey(KeyLimits):
 def keys_blueprint(context: Context) -> Blueprint:
     """The routes, bound to `context`."""
     blueprint = Blueprint("keys", __name__)
-    templates = make_environment()
+    template = make_environment().get_template("keys.html")
     keys = context.keys
     exposed = not is_loopback(context.settings.server.host)
 
-    def page(status: int = 200, **variables: Any) -> Response:
+    async def page(status: int = 200, **variables: Any) -> Response:
         shown = page_variables(keys.keyring, keys.problem, exposed=exposed) | variables
         state = context.telemetry.draw_part("state")
-        html = templates.get_template("keys.html").render(page="admin", state_html=state, **shown)
-        return Response(html, status, {"Cache-Control": "no-store"}, content_type="text/html; charset=utf-8")
+        told = {"page": "admin", "state_html": state, "signed_in": ADMIN_COOKIE in request.cookies, **shown}
+        return await context.drawing.page(template, lambda: told, status)
 
     async def make_from_form() -> Response:
         form = dict(await request.form)
         try:
             record, secret = await _make(keys, parse_form(form))
         except ApiError as error:
-            return page(error.status, typed=form, error={"field": error.param, "message": str(error)})
-        return page(201, made={"name": record.name, "secret": secret})
+            return await page(error.status, typed=form, error={"field": error.param, "message": str(error)})
+        return await page(201, made={"name": record.name, "secret": secret})
 
     @blueprint.get("/admin/keys")
     async def show() -> Response:
-        return page() if "text/html" in request.headers.get("Accept", "") else _as_json(view(keys))
+        return await page() if "text/html" in request.headers.get("Accept", "") else _as_json(view(keys))
 
     @blueprint.post("/admin/keys")
     async def make() -> Response:
@@ -84,7 +85,7 @@ def keys_blueprint(context: Context) -> Blueprint:
         try:
             await _revoke(keys, key_id)
         except ApiError as error:
-            return page(error.status, error={"field": None, "message": str(error)})
+            return await page(error.status, error={"field": None, "message": str(error)})
         return redirect("/admin/keys", 303)
 
     @blueprint.delete("/admin/keys")
@@ -97,7 +98,7 @@ def keys_blueprint(context: Context) -> Blueprint:
         try:
             await _forget(keys)
         except ApiError as error:
-            return page(error.status, error={"field": None, "message": str(error)})
+            return await page(error.status, error={"field": None, "message": str(error)})
         return redirect("/admin/keys", 303)
 
     return blueprint
@@ -124,7 +125,6 @@ def _entry(keys: KeyService, record: KeyRecord) -> dict[str, Any]:
 def _as_json(value: object, status: int = 200) -> Response:
     answer = jsonify(value)
     answer.status_code = status
-    answer.headers["Cache-Control"] = "no-store"
     return answer
 
 

@@ -10,7 +10,6 @@ import trio
 from quart import Blueprint, request
 
 from app.api.many import MANY_URL, MAX_CHATS, answer_many
-from app.pages import set_cache_control
 from app.render import words
 from engine.errors import InvalidRequestError
 
@@ -32,7 +31,6 @@ MAX_ID_LENGTH: Final = 64
 def chat_blueprint(context: Context) -> Blueprint:
     """The routes, bound to `context`."""
     chat = Blueprint("chat", __name__)
-    chat.after_request(set_cache_control)
     table = _Table(context.engine)
 
     @chat.post(MANY_URL)

@@ -10,6 +10,7 @@ import trio
 from quart import Blueprint, Response
 
 from app.api.openapi import make_document
+from app.drawing import html_response
 from app.render.api_docs import docs_variables
 from app.render.templates import make_environment
 
@@ -52,6 +53,6 @@ def docs_blueprint(context: Context) -> Blueprint:
     async def show() -> Response:
         state = context.telemetry.draw_part("state")
         html = await trio.to_thread.run_sync(made.page, state)
-        return Response(html, content_type="text/html; charset=utf-8", headers={"Cache-Control": "no-store"})
+        return html_response(html)
 
     return docs

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-from quart import Blueprint, Response, jsonify, request
+from quart import Blueprint, Response, request
 
+from app.api.aside import dump_in_pieces
 from app.errors import ApiError
 from app.journal.reading import Question, choose_step
 from app.journal.rows import LATENCIES
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from app.http import Context
     from app.journal.journal import Journal
+    from app.journal.reading import Answer
 
 HOUR: Final = 3600
 RANGES: Final = {
@@ -36,6 +39,7 @@ MOST_EVENTS: Final = 500
 PAGE_EVENTS: Final = 50
 TABLE_ROWS: Final = 24
 CSV_CHUNK: Final = 2000
+JSON_LEVELS: Final = 2  # each series is written in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,11 @@ class Span:
         """Its length."""
         return self.end - self.start
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Both."""
+        return self.start, self.end
+
 
 def history_blueprint(context: Context) -> Blueprint:
     """The routes, bound to `context`."""
@@ -63,30 +72,28 @@ def history_blueprint(context: Context) -> Blueprint:
         span = parse_span(request.args, journal.wall())
         answer = await journal.ask(Question(span.start, span.end, TABLE_ROWS))
         events = await journal.ask_events(span.start, span.end, PAGE_EVENTS)
-        variables = history_variables(answer, events, span.start, span.end)
-        query = f"from={span.start}&to={span.end}"
-        html = template.render(
-            page="ops", state_html=context.telemetry.draw_part("state"), span=span, ranges=RANGES, query=query,
-            problem=journal.problem, **variables,
-        )  # fmt: skip
-        return Response(html, content_type="text/html; charset=utf-8", headers={"Cache-Control": "no-store"})
+        shown = {
+            "page": "ops", "state_html": context.telemetry.draw_part("state"), "span": span, "ranges": RANGES,
+            "query": f"from={span.start}&to={span.end}", "problem": journal.problem,
+        }  # fmt: skip
+        return await context.drawing.page(template, lambda: shown | history_variables(answer, events, *span.ends))
 
     @pages.get("/ops/history.json")
     async def as_json() -> ResponseReturnValue:
         span = parse_span(request.args, journal.wall())
         points = _whole("points", request.args.get("points", POINTS), LEAST_POINTS, MOST_POINTS)
-        answer = await journal.ask(Question(span.start, span.end, points))
         events = await journal.ask_events(span.start, span.end, MOST_EVENTS)
-        return jsonify({
+        told = {
             "from": span.start,
             "to": span.end,
-            "step_seconds": answer.step,
             "kept_seconds": {"seconds": KEPT_ROWS[SECOND] * SECOND, "minutes": KEPT_ROWS[MINUTE] * MINUTE},
             "problem": journal.problem,
             "targets": {f"{name}_p95_seconds": asdict(targets)[f"{name}_p95_seconds"] for name in LATENCIES},
-            "series": make_series(answer),
             "events": [event.as_json() for event in events],
-        })  # fmt: skip
+        }
+        question = Question(span.start, span.end, points)
+        text = await journal.ask_for(question, partial(write_json, told))
+        return Response(text, content_type="application/json")
 
     @pages.get("/ops/history.csv")
     async def as_csv() -> Response:
@@ -96,10 +103,18 @@ def history_blueprint(context: Context) -> Blueprint:
             points = _whole("points", request.args["points"], LEAST_POINTS, KEPT_ROWS[SECOND])
             step = choose_step(span.start, span.end, points)
         name = f"relevo-{_file_time(span.start)}-{_file_time(span.end)}.csv"
-        headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
-        return Response(stream_csv(journal, span, step), content_type="text/csv; charset=utf-8", headers=headers)
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+        response = Response(stream_csv(journal, span, step), content_type="text/csv; charset=utf-8", headers=headers)
+        # Quart would cut a long one after its own response timeout; who stops reading loses the connection.
+        response.timeout = None
+        return response
 
     return pages
+
+
+def write_json(told: Mapping[str, Any], answer: Answer) -> str:
+    """The object of `/ops/history.json`; made on a thread."""
+    return dump_in_pieces({**told, "step_seconds": answer.step, "series": make_series(answer)}, JSON_LEVELS)
 
 
 async def stream_csv(journal: Journal, span: Span, step: int | None) -> AsyncIterator[bytes]:
@@ -107,13 +122,18 @@ async def stream_csv(journal: Journal, span: Span, step: int | None) -> AsyncIte
     yield csv_head().encode()
     start, step = span.start, step or SECOND
     while True:
-        answer = await journal.ask(Question(start, span.end, CSV_CHUNK, step))
-        if not answer.rows:
+        lines, last, step = await journal.ask_for(Question(start, span.end, CSV_CHUNK, step), _csv_chunk)
+        if last is None:
             return
-        yield csv_lines(answer.rows).encode()
+        yield lines
         # Where seconds are no longer kept the rest is in minutes, too.
-        step = answer.step
-        start = int(answer.rows[-1][0] or 0) + step
+        start = last + step
+
+
+def _csv_chunk(answer: Answer) -> tuple[bytes, int | None, int]:
+    """The lines, the time of the last one and the seconds of each; made on a thread."""
+    last = int(answer.rows[-1][0] or 0) if answer.rows else None
+    return csv_lines(answer.rows).encode(), last, answer.step
 
 
 def parse_span(args: Mapping[str, str], now: float) -> Span:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from quart import Blueprint, Response, redirect, request
 
+from app.drawing import html_response
 from app.security import ADMIN_COOKIE, KEY_COOKIE, local_path
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ def login_blueprint(gate: Gate, pages: Environment) -> Blueprint:
     login = Blueprint("login", __name__)
 
     def form(target: str, error: str | None, status: int) -> Response:
-        page = pages.get_template("login.html").render(next=target, error=error)
-        return Response(page, status, content_type="text/html; charset=utf-8", headers={"Cache-Control": "no-store"})
+        return html_response(pages.get_template("login.html").render(next=target, error=error), status)
 
     @login.get("/login")
     async def show() -> Response:

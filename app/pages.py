@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from quart import Blueprint, Response, jsonify, request
+from quart import Blueprint, Response, request
 
 from app.assets import static_dir
+from app.drawing import html_response
 from app.errors import ApiError
 from app.render.glossary import TERMS
 from app.render.templates import make_environment
@@ -16,8 +17,6 @@ from engine.timeline import DEFAULT_WINDOW, WINDOWS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from quart.typing import ResponseReturnValue
 
     from app.http import Context
 
@@ -37,8 +36,7 @@ def pages_blueprint(context: Context) -> Blueprint:
     telemetry, model = context.telemetry, context.engine.model
 
     def page(name: str, **variables: Any) -> Response:
-        html = templates.get_template(f"{name}.html").render(page=name, **variables)
-        return Response(html, content_type="text/html; charset=utf-8")
+        return html_response(templates.get_template(f"{name}.html").render(page=name, **variables))
 
     @pages.get("/")
     async def chat() -> Response:
@@ -50,7 +48,8 @@ def pages_blueprint(context: Context) -> Blueprint:
         seconds = parse_window(request.args)
         parts = telemetry.frame(seconds).parts
         if "to" in request.args:
-            parts = {**parts, "table": telemetry.draw_table(whole_argument("to", LARGEST_NUMBER))}
+            draw = telemetry.past_table(whole_argument("to", LARGEST_NUMBER))
+            parts = {**parts, "table": await context.drawing.run(draw)}
         windows = {"window": seconds // 60, "windows": [window // 60 for window in WINDOWS]}
         return page("ops", state_html=parts["state"], parts=parts, terms=TERMS, max_samples=MAX_SAMPLES, **windows)
 
@@ -63,8 +62,14 @@ def pages_blueprint(context: Context) -> Blueprint:
         return response
 
     @pages.get("/ops/stats.json")
-    async def stats() -> ResponseReturnValue:
-        return jsonify(context.stats(parse_window(request.args)))
+    async def stats() -> Response:
+        told = context.stats(parse_window(request.args))
+        return await context.drawing.json(lambda: told)
+
+    @pages.get("/ops/state")
+    async def state() -> Response:
+        """The line at the top of each page, alone: what pages ask for that show nothing else of now."""
+        return html_response(telemetry.draw_part("state"))
 
     return pages
 
@@ -83,12 +88,10 @@ def parse_window(args: Mapping[str, str]) -> int:
 
 
 async def set_cache_control(response: Response) -> Response:
-    """Nothing is kept but static files."""
+    """How long static files may be kept."""
     if request.path.startswith("/static/") and request.args.get("v"):
         # The address changes with the content, so what lies under it never does.
         response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
     elif request.path.startswith("/static/"):
         response.headers["Cache-Control"] = "no-cache"
-    elif "Cache-Control" not in response.headers:
-        response.headers["Cache-Control"] = "no-store"
     return response

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from quart import Blueprint, Response, g, jsonify, redirect, request
 
+from app.drawing import html_response
 from app.errors import ApiError
 from app.render.life import life_variables
 from app.render.requests import ended_row, request_row
@@ -16,7 +17,8 @@ from engine.request_log import MAX_FINISHED
 from engine.step_log import SHOWN_STEPS
 
 if TYPE_CHECKING:
-    from quart.typing import ResponseReturnValue
+    from collections.abc import Callable, Mapping
+
     from werkzeug.wrappers import Response as WerkzeugResponse
 
     from app.http import Context
@@ -33,10 +35,9 @@ def requests_blueprint(context: Context) -> Blueprint:
     templates = make_environment()
     requests, telemetry = context.engine.requests, context.telemetry
 
-    def page(name: str, **variables: Any) -> Response:
-        state = telemetry.draw_part("state")
-        html = templates.get_template(f"{name}.html").render(page="ops", state_html=state, **variables)
-        return Response(html, content_type="text/html; charset=utf-8", headers={"Cache-Control": "no-store"})
+    async def page(name: str, make: Callable[[], Mapping[str, Any]]) -> Response:
+        own = {"page": "ops", "state_html": telemetry.draw_part("state"), "keeps_texts": requests.keeps_texts}
+        return await context.drawing.page(templates.get_template(f"{name}.html"), lambda: own | make())
 
     @pages.get("/ops/requests")
     async def show_all() -> Response | WerkzeugResponse:
@@ -46,32 +47,32 @@ def requests_blueprint(context: Context) -> Blueprint:
             return redirect(f"/ops/requests/{(opened or ended)[0]['number']}", 303)
         rows = [request_row(entry, telemetry.palette) for entry in opened]
         keyed = any(entry["key"] for entry in (*opened, *ended))
-        shown = {"rows": rows, "ended": [ended_row(entry) for entry in ended], "keyed": keyed, "asked": asked}
-        return page("requests", **shown, max_ended=MAX_FINISHED, keeps_texts=requests.keeps_texts)
+        shown = {"rows": rows, "keyed": keyed, "asked": asked, "max_ended": MAX_FINISHED}
+        return await page("requests", lambda: {**shown, "ended": [ended_row(entry) for entry in ended]})
 
     @pages.get("/ops/requests.json")
-    async def show_all_as_json() -> ResponseReturnValue:
+    async def show_all_as_json() -> Response:
         opened, ended = _found(requests, request.args.get("id", ""))
-        return jsonify({"open": opened, "finished": ended})
+        return await context.drawing.json(lambda: {"open": opened, "finished": ended})
 
     @pages.get("/ops/requests/<number>")
     async def show(number: str) -> Response:
         life = _life(requests, number)
-        tokens = requests.tokens(life["number"])
-        return page(
-            "request",
-            life=life_variables(life),
-            tokens=_shown(tokens) if tokens is not None and "tokens" in request.args else None,
-            has_tokens=tokens is not None,
-            keeps_texts=requests.keeps_texts,
-        )
+        tokens, wanted = requests.tokens(life["number"]), "tokens" in request.args
+
+        def make() -> dict[str, Any]:
+            shown = _shown(tokens()) if tokens is not None and wanted else None
+            return {"life": life_variables(life), "tokens": shown, "has_tokens": tokens is not None}
+
+        return await page("request", make)
 
     @pages.get("/ops/requests/<number>.json")
-    async def show_as_json(number: str) -> ResponseReturnValue:
+    async def show_as_json(number: str) -> Response:
         life = _life(requests, number)
-        if "tokens" in request.args:
-            life["tokens"] = requests.tokens(life["number"])
-        return jsonify(life)
+        if "tokens" not in request.args:
+            return await context.drawing.json(lambda: life)
+        tokens = requests.tokens(life["number"])
+        return await context.drawing.json(lambda: life | {"tokens": None if tokens is None else tokens()}, levels=2)
 
     @pages.post("/ops/requests/<number>/abort")
     async def abort(number: str) -> Response | WerkzeugResponse:
@@ -95,16 +96,16 @@ def table_blueprint(context: Context) -> Blueprint:
 
     @pages.get("/ops/table")
     async def table() -> Response:
-        is_past = "to" in request.args
-        html = (
-            telemetry.draw_table(whole_argument("to", LARGEST_NUMBER)) if is_past else telemetry.latest.parts["table"]
-        )
-        return Response(html, content_type="text/html; charset=utf-8", headers={"Cache-Control": "no-store"})
+        if "to" not in request.args:
+            return html_response(telemetry.latest.parts["table"])
+        draw = telemetry.past_table(whole_argument("to", LARGEST_NUMBER))
+        return html_response(await context.drawing.run(draw))
 
     @pages.get("/ops/table.json")
-    async def table_as_json() -> ResponseReturnValue:
+    async def table_as_json() -> Response:
         num_steps = whole_argument("steps", SHOWN_STEPS, NUM_STEPS)
-        return jsonify(context.engine.table(num_steps, whole_argument("to", LARGEST_NUMBER)))
+        told = context.engine.table(num_steps, whole_argument("to", LARGEST_NUMBER))
+        return await context.drawing.json(lambda: told)
 
     return pages
 

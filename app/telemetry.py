@@ -215,12 +215,12 @@ class Telemetry:
         """One part alone, from the last look; for pages that show no more than the state."""
         return self._render(name, self._scene(self._look(), DEFAULT_WINDOW))
 
-    def draw_table(self, last_step: int) -> str:
-        """The table up to an earlier step."""
+    def past_table(self, last_step: int) -> Callable[[], str]:
+        """Draws the table up to an earlier step; what that takes may be called on another thread."""
         scene = self._scene(self._look(), DEFAULT_WINDOW)
         past = self.engine.table(NUM_STEPS, last_step)
         palette = self.palette.looking_back(row[1] for step in past["steps"] for row in step["rows"])
-        return self._render("table", replace(scene, past=past, palette=palette))
+        return partial(self._render, "table", replace(scene, past=past, palette=palette))
 
     def _render(self, name: str, scene: Scene) -> str:
         return self._environment.get_template(f"_{name}.html").render(PARTS[name](scene))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,6 +12,8 @@ from engine.place import line_of
 from engine.request_log import MAX_FINISHED, as_life, as_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.door import Door
     from engine.loaded import TokenizerLike
     from engine.request_log import RequestLog
@@ -31,7 +34,7 @@ class RequestView:
         self._tokenizer = tokenizer
 
     def open(self) -> list[dict[str, Any]]:
-        """Those that wait or run, in the order of arrival, as in `active` of the statistics."""
+        """Those that wait or run, in the order of arrival, each as in `active` of the statistics."""
         now = trio.current_time()
         return [line_of(sequence, self._scheduler, now) for sequence in self._scheduler.sequences]
 
@@ -50,14 +53,17 @@ class RequestView:
         if sequence is not None:
             line = line_of(sequence, self._scheduler, now)
             state = {name: line[name] for name in state}
-        return {**as_life(record, now), **state}
+        return {**as_life(record, now, self._log.last_step), **state}
 
-    def tokens(self, number: int) -> dict[str, Any] | None:
-        """The tokens of one, ids and texts; `None` where they are not there, or not there any more."""
+    def tokens(self, number: int) -> Callable[[], dict[str, Any]] | None:
+        """The tokens of one, ids and texts; `None` where they are not there, or not there any more.
+
+        Spelling them out takes a while: that is left to the caller, who may do it on another thread.
+        """
         found = self._log.find_tokens(number)
-        if found is None:
-            return None
-        token_ids, num_prompt_tokens = found
+        return None if found is None else partial(self._spell, *found)
+
+    def _spell(self, token_ids: list[int], num_prompt_tokens: int) -> dict[str, Any]:
         told = token_ids[:MAX_TOLD_TOKENS]
         pieces = [self._tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in told]
         return {

@@ -22,9 +22,13 @@ async def run_aside(work: Callable[[], T], size: int) -> T:
     return work() if size <= INLINE_SIZE else await trio.to_thread.run_sync(work)
 
 
-def dump_in_pieces(value: Any) -> str:
-    """What `json.dumps` gives, for work aside: that one would let no other thread run until it has done everything."""
-    return "".join(_pieces(value, _LEVELS))
+def dump_in_pieces(value: Any, levels: int = _LEVELS) -> str:
+    """What `json.dumps` gives, for work aside: that one would let no other thread run until it has done everything.
+
+    Args:
+        levels: of lists and objects, from the outermost; what lies below is written in one go.
+    """
+    return "".join(_pieces(value, levels))
 
 
 def _pieces(value: Any, levels: int) -> Iterator[str]:

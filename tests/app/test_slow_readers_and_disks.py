@@ -1,0 +1,100 @@
+"""The history for readers who take their time, and from disks that do not answer."""
+
+from __future__ import annotations
+
+import csv
+import io
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from app.journal import journal as journal_module
+from app.journal.journal import MAX_READERS, open_journal
+from app.journal.reading import Question, read_rows
+from tests.app.serving import Driver, make_settings, open_app, open_server
+from tests.app.test_journal import T0, row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from app.journal.reading import Answer
+    from app.journal.rows import Row
+
+
+async def test_a_long_csv_comes_to_its_end_however_slowly_it_is_read() -> None:
+    async with open_app() as (app, context):
+        app.config["RESPONSE_TIMEOUT"] = 0.05
+        now = int(time.time())
+        for second in range(now - 3000, now):
+            context.journal.put_row(row(second, output_tokens=1))
+        driver = Driver(app, "/ops/history.csv", {}, method="GET")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(driver.run)
+            assert await driver.status() == 200
+            received = b""
+            while piece := await driver.body():
+                received += piece
+                await trio.sleep(0.1)
+    assert len(list(csv.DictReader(io.StringIO(received.decode())))) == 3000
+
+
+@pytest.fixture
+def hung_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Reading from the disk waits for the event; what memory has can be read."""
+    answers = threading.Event()
+
+    def read(path: Path | None, unwritten: list[Row], question: Question) -> Answer:
+        if path is not None:
+            answers.wait(20)
+        return read_rows(path, unwritten, question)
+
+    monkeypatch.setattr(journal_module, "read_rows", read)
+    yield answers
+    answers.set()
+
+
+async def test_a_disk_that_does_not_answer_is_left_and_told(
+    tmp_path: Path, hung_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "READ_SECONDS", 0.05)
+    async with open_journal(tmp_path) as journal:
+        journal.put_row(row(T0))
+        await journal.flush()
+        journal.put_row(row(T0 + 1))
+        found = []
+
+        async def ask() -> None:
+            found.append(await journal.ask(Question(T0, T0 + 10, 100)))
+
+        with trio.fail_after(2):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3 * MAX_READERS):
+                    nursery.start_soon(ask)
+        assert [[r[0] for r in answer.rows] for answer in found] == [[T0 + 1]] * (3 * MAX_READERS), "what memory has"
+        assert "has not answered" in (journal.problem or "")
+        monkeypatch.setattr(journal_module, "READ_SECONDS", 10.0)
+        hung_disk.set()
+        answer = await journal.ask(Question(T0, T0 + 10, 100))
+        assert [r[0] for r in answer.rows] == [T0, T0 + 1]
+
+
+async def test_who_leaves_does_not_wait_for_the_disk(tmp_path: Path, hung_disk: threading.Event) -> None:
+    async with open_journal(tmp_path) as journal:
+        journal.put_row(row(T0))
+        await journal.flush()
+        with trio.fail_after(2), trio.move_on_after(0.05) as scope:
+            await journal.ask(Question(T0, T0 + 10, 100))
+        assert scope.cancelled_caught
+
+
+async def test_the_state_alone_is_small_and_the_operators() -> None:
+    async with open_server(make_settings(security={"admin_token": "t"})) as server:
+        assert (await server.client.get("/ops/state")).status_code == 401
+        answer = await server.client.get("/ops/state", headers={"Authorization": "Bearer t"})
+    assert "ready" in answer.text
+    assert "<html" not in answer.text
+    assert len(answer.content) < 1000

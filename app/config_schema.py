@@ -145,6 +145,9 @@ class SchedulerSection(Section):
         ge=1,
         le=MAX_WAITING_TOKENS,
     )
+    slo_admission: bool = _setting(
+        False, "", "refuse at once whose first token would come after its timeout, or the target of its class; live"
+    )
 
 
 class ServerSection(Section):
@@ -159,6 +162,9 @@ class ServerSection(Section):
     )
     request_timeout_seconds: float = _setting(
         600.0, "seconds", "deadline of every request; what the openai client waits by default", gt=0, le=86400
+    )
+    queue_timeout_seconds: float | None = _setting(
+        None, "seconds", "who has waited for a seat for so long gets 503", absent="none", gt=0, le=86400
     )
     slow_client_seconds: float = _setting(
         30.0, "seconds", "a reader that takes nothing for so long gives up its seat", gt=0, le=3600
@@ -316,6 +322,7 @@ class Settings(Section):
             or _CAPACITY_FACTOR * scheduler.max_num_batched_tokens,
             max_waiting=scheduler.max_waiting,
             max_waiting_tokens=scheduler.max_waiting_tokens,
+            slo_admission=scheduler.slo_admission,
             slow_client_seconds=self.server.slow_client_seconds,
             keep_request_texts=self.server.keep_request_texts,
             slo=SloTargets(**self.slo.model_dump()),

@@ -23,6 +23,7 @@ from app.api.anthropic_answer import error_response
 from app.api.errors import ApiError, describe
 from app.api.many import MANY_URL
 from app.api.places import take_place
+from app.api.requests import BODIES, BODY_TIMEOUT_SECONDS, Bodies
 from app.assets import templates_dir
 from app.call_scope import HANDLES, PERMITS
 from app.chat import chat_blueprint
@@ -59,10 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("relevo.http")
 
-BODY_TIMEOUT_SECONDS: Final = 15
-# A token is seldom more than 16 bytes of JSON, escapes included.
-BYTES_PER_TOKEN: Final = 16
-MIN_BODY_BYTES: Final = 4 << 20
 NUM_EVENTS: Final = 20
 # No foreign or inline script, no frame around a page, no guessing at types.
 SECURITY_HEADERS: Final = {
@@ -116,7 +113,8 @@ class Context:
 def create_app(context: Context) -> QuartTrio:
     """The application with all its routes."""
     app = QuartTrio("app", template_folder=str(templates_dir()), static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = max(MIN_BODY_BYTES, context.engine.model.context_length * BYTES_PER_TOKEN)
+    bodies = app.config[BODIES] = Bodies(context.engine)
+    app.config["MAX_CONTENT_LENGTH"] = bodies.max_bytes
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_SECONDS
     # `//v1/models` is another address, not a redirect to this one.
     app.url_map.merge_slashes = False

@@ -72,7 +72,7 @@ class Lifecycle:
     async def drain(self, engine: Engine, watchers: Watchers, timeout_seconds: float) -> None:
         """Finish what runs within the limit, end the rest, let the dashboards go. New requests get 503 meanwhile."""
         self.draining = True
-        engine.drain()
+        engine.drain(timeout_seconds)
         with trio.move_on_after(timeout_seconds):
             await engine.wait_idle()
         if engine.num_open:

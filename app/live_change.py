@@ -34,6 +34,7 @@ KEYS: Final = (
     "num_speculative_tokens",
     "max_waiting",
     "max_waiting_tokens",
+    "slo_admission",
     "enable_prefix_caching",
     "draining",
 )

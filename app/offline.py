@@ -12,7 +12,7 @@ from app.api.generation import ending_error, failure_of
 from app.api.planning import CHAT_URL, COMPLETION_URL, plan_chat, plan_completion
 from app.api.responses import RESPONSES_URL, plan_response
 from app.callers import NOBODY
-from engine.errors import InvalidRequestError, QueueFullError
+from engine.errors import InvalidRequestError, LateError, QueueFullError
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ async def follow(engine: Engine, job: Plan, take: Callable[[int, Delta], object]
     handles: list[Handle] = []
     num_open = len(job.requests)
     gathering = Gathering(())
-    with trio.move_on_after(seconds):
+    cause = "error"
+    with trio.move_on_after(seconds) as scope:
         try:
             while num_open:
                 # Choices that came in are read while the others wait for room, or they would count as slow readers.
@@ -64,10 +65,12 @@ async def follow(engine: Engine, job: Plan, take: Callable[[int, Delta], object]
                     if error is not None:
                         raise error
                     num_open -= delta.finish_reason is not None
+        except trio.Cancelled:
+            cause = "timeout" if scope.cancel_called else "client"
+            raise
         finally:
-            # Harmless after the last piece; before it, the deadline or the caller has ended the reading.
             for handle in handles:
-                handle.abort("timeout")
+                handle.abort(cause)  # harmless after the last piece
     if num_open:
         raise ending_error(FinishReason.ABORT, "timeout")
 
@@ -86,7 +89,7 @@ async def _hand_in(engine: Engine, job: Plan, handles: list[Handle]) -> bool:
         return False
     try:
         await handles[-1].accepted()
-    except QueueFullError:
+    except (QueueFullError, LateError):
         handles.pop()
         return False
     return True

@@ -106,6 +106,8 @@ def _words(name: str, old: Value, new: Value, after: Mapping[str, Any], now: Sit
             return _bound_words(int(new), now.waiting_most, "waiting")
         case "max_waiting_tokens":
             return _bound_words(int(new), now.waiting_tokens, "prompt tokens waiting")
+        case "slo_admission":
+            return "Holds for who comes from now on." if new else "Nobody is refused any more for coming too late."
         case "enable_prefix_caching":
             return _cache_words(on=bool(new), now=now)
         case _:

@@ -34,6 +34,7 @@ class Limits:
         num_speculative_tokens: drafts of one sequence in a step, at most; 0 is none.
         max_waiting: requests that may wait, in each class of work.
         max_waiting_tokens: prompt tokens that may wait, in each class of work.
+        slo_admission: who would have its first token too late is refused at once.
         enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
         draining: nothing new is taken; what is inside goes on.
     """
@@ -49,6 +50,7 @@ class Limits:
     num_speculative_tokens: int = 0
     max_waiting: int = 256
     max_waiting_tokens: int = 262_144
+    slo_admission: bool = False
     enable_prefix_caching: bool = True
     draining: bool = False
 
@@ -67,7 +69,8 @@ class EngineConfig:
         kv_cache_dtype: one of `engine.precision.CACHE_NAMES`.
         cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
         long_prefill_token_threshold, policy, admission, dynamic_preferred_size, dynamic_max_queue_delay_seconds,
-            num_speculative_tokens, max_waiting, max_waiting_tokens, enable_prefix_caching: as in `Limits`.
+            num_speculative_tokens, max_waiting, max_waiting_tokens, slo_admission, enable_prefix_caching: as in
+            `Limits`.
         capacity_num_seqs: the highest `max_num_seqs` that can be set while it runs.
         capacity_num_batched_tokens: the same for `max_num_batched_tokens`.
         slow_client_seconds: a reader that takes nothing for so long is aborted.
@@ -98,6 +101,7 @@ class EngineConfig:
     capacity_num_batched_tokens: int = 512
     max_waiting: int = 256
     max_waiting_tokens: int = 262_144
+    slo_admission: bool = False
     slow_client_seconds: float = 30.0
     keep_request_texts: bool = False
     slo: SloTargets = field(default_factory=SloTargets)
@@ -119,6 +123,7 @@ class EngineConfig:
             num_speculative_tokens=self.num_speculative_tokens,
             max_waiting=self.max_waiting,
             max_waiting_tokens=self.max_waiting_tokens,
+            slo_admission=self.slo_admission,
             enable_prefix_caching=self.enable_prefix_caching,
         )
 
@@ -133,7 +138,7 @@ MAX_SPECULATIVE_TOKENS = 16
 MAX_WAITING = 1 << 20
 MAX_WAITING_TOKENS = 1 << 30
 # Fields of `Limits` that are on or off.
-SWITCHES = ("enable_prefix_caching", "draining")
+SWITCHES = ("slo_admission", "enable_prefix_caching", "draining")
 
 
 def live_range(name: str, capacity: Limits) -> tuple[int, float]:

@@ -13,14 +13,14 @@ import trio
 from engine.batching import make_batching
 from engine.config import MAX_WAITING, SWITCHES, live_range
 from engine.door import Door
-from engine.errors import DrainingError, QueueFullError, RequestError
+from engine.errors import RequestError, UnavailableError
 from engine.handle import Handle
 from engine.ingress import Ingress
 from engine.kv_cache import KVCache
 from engine.messages import Command, Result, SetLimits
 from engine.place import place_of
 from engine.policy import make_admission
-from engine.report import Report
+from engine.report import REJECTION_REASONS, Report
 from engine.request_log import RequestLog
 from engine.request_view import RequestView
 from engine.scheduler import Scheduler
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from engine.report import MetricsView
     from engine.stepper import Stepper
 
+# Of the queue's limit may wait at most, where as many keys as it holds come one after the other (`engine.door`).
+MAX_OVERFLOW = 15
 STALL_SECONDS = 15.0
 IS_ENDING = "draining: finishing what runs, taking nothing new"
 IS_DRAINING = "draining: an operator has it take nothing new; what is inside goes on"
@@ -100,7 +102,7 @@ class Engine:
         self._stats = Stats(config.slo, config.slo_background)
         self._requests = RequestLog(keep_tokens=config.keep_request_texts)
         self._draining = False
-        self._door = Door(self._scheduler, self._stats)
+        self._door = Door(self._scheduler, self._stats, lambda: self._scheduling.step_started)
         self._idle = trio.Event()
         self._idle.set()
         self._ids = count(1)
@@ -114,7 +116,7 @@ class Engine:
         An open request has sent at most one Add and two Ends, and stays open until the scheduler has seen them.
         """
         config = self.config
-        max_open = 2 * (max(config.max_waiting, MAX_WAITING) + config.capacity_num_seqs) + 1
+        max_open = 2 * (MAX_OVERFLOW * MAX_WAITING + config.capacity_num_seqs) + 1
         self._arrivals, arrivals = trio.open_memory_channel[Handle](max_open)
         self._commands, commands = trio.open_memory_channel[Command](4 * max_open)
         send_result, results = trio.open_memory_channel[Result](16)
@@ -166,21 +168,26 @@ class Engine:
             QueueFullError: as many requests, or prompt tokens, wait as may.
             DrainingError: nothing new is taken any more.
         """
-        if self._draining or self.limits.draining:
-            self._stats.rejected["draining"] += 1
-            raise DrainingError(is_ending=self._draining)
+        self.check_open(background=request.background, key=request.key)
         now = trio.current_time()
-        try:
-            self._door.check_room(background=request.background, now=now)
-        except QueueFullError:
-            self._stats.rejected["queue_full"] += 1
-            raise
         handle = Handle(request, next(self._ids), now, after)
         self._arrivals.send_nowait(handle)
         self._door.add(handle)
         if self._idle.is_set():
             self._idle = trio.Event()
         return handle
+
+    def check_open(self, *, background: bool, key: str) -> None:
+        """Raise where `submit` would, whatever the request is; `key` is its `GenerationRequest.key`."""
+        try:
+            self._door.check_open(background=background, key=key, now=trio.current_time())
+        except UnavailableError as error:
+            self._stats.rejected[error.code] += 1
+            raise
+
+    def retry_after(self, *, background: bool) -> int:
+        """When somebody whom the queue of a class has no time for is to come back: whole seconds."""
+        return self._door.retry_after(background, trio.current_time())
 
     def count_refusal(self, reason: str) -> None:
         """Somebody was turned away before the engine was asked; `reason` is a label value of the metrics."""
@@ -226,9 +233,14 @@ class Engine:
             return Health(False, IS_DRAINING)
         return Health(True)
 
-    def drain(self) -> None:
-        """Take nothing new until the end; what is open goes on. `Limits.draining` is what can be taken back."""
+    def drain(self, within_seconds: float = 0.0) -> None:
+        """Take nothing new until the end; what is open goes on. `Limits.draining` is what can be taken back.
+
+        Args:
+            within_seconds: when the end will come at the latest, to tell who is sent away.
+        """
         self._draining = True
+        self._door.end(trio.current_time() + within_seconds)
 
     @property
     def is_ending(self) -> bool:
@@ -306,8 +318,8 @@ class Engine:
         if error is None:
             self._stats.aborted[handle.abort_cause or "client", "door"] += 1
         else:
-            code = error.code if isinstance(error, (RequestError, QueueFullError)) else None
-            self._stats.rejected[code if code in ("context_length_exceeded", "queue_full") else "invalid"] += 1
+            code = error.code if isinstance(error, (RequestError, UnavailableError)) else None
+            self._stats.rejected[code if code in REJECTION_REASONS else "invalid"] += 1
         self._closed(handle)
 
     def _closed(self, handle: Handle) -> None:

@@ -11,6 +11,9 @@
     │   └── ContextLengthError
     ├── UnavailableError             the same request may succeed later
     │   ├── QueueFullError
+    │   ├── LateError            its first token would come too late
+    │   ├── QueueTimeoutError    it has waited for a seat for as long as it may
+    │   ├── BusyError            the server has too much in hand to look at it
     │   └── DrainingError
     └── EngineError                  a request that was accepted could not be finished
         └── ConstraintError          for its answer cannot be continued under its constraint
@@ -19,6 +22,11 @@ Each message is one line that says what is wrong and what to do about it.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class RelevoError(Exception):
@@ -81,17 +89,29 @@ class ContextLengthError(RequestError):
 
 
 class UnavailableError(RelevoError):
-    """The server cannot take the request now; the same request may succeed later."""
+    """The server cannot take the request now; the same request may succeed later.
+
+    Args:
+        retry_after_seconds: when to come back; at least 1.
+        facts: what a program may want to know beside that.
+    """
 
     code = "unavailable"
 
-    def __init__(self, message: str, *, retry_after_seconds: int) -> None:
+    def __init__(
+        self, message: str, *, retry_after_seconds: int, facts: Mapping[str, int | float | str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
+        self.retry_after_seconds = max(1, retry_after_seconds)
+        self.facts = {**(facts or {}), "retry_after_seconds": self.retry_after_seconds}
 
 
 class QueueFullError(UnavailableError):
-    """Too many requests, or too many prompt tokens, wait already."""
+    """Too many requests, or too many prompt tokens, wait already.
+
+    Args:
+        what: `requests` or `prompt tokens`; `depth` and `limit` are so many of them.
+    """
 
     code = "queue_full"
 
@@ -99,9 +119,40 @@ class QueueFullError(UnavailableError):
         super().__init__(
             f"The queue is full: {depth} {what} wait, the limit is {limit}. Try again in {retry_after_seconds} s.",
             retry_after_seconds=retry_after_seconds,
+            facts={"what": what.replace(" ", "_"), "depth": depth, "limit": limit},
         )
         self.depth = depth
         self.limit = limit
+
+
+class LateError(UnavailableError):
+    """The first token would come later than the request, or its class of work, can wait for it; both in seconds."""
+
+    code = "late"
+
+    def __init__(self, predicted: float, allowed: float, *, retry_after_seconds: int) -> None:
+        super().__init__(
+            f"The first token is expected after {predicted:.1f} s, and {allowed:g} s are allowed. "
+            f"Try again in {retry_after_seconds} s.",
+            retry_after_seconds=retry_after_seconds,
+            facts={"predicted_ttft_seconds": round(predicted, 3), "allowed_ttft_seconds": allowed},
+        )
+
+
+class QueueTimeoutError(UnavailableError):
+    """No seat became free for the request in the time that it may wait for one."""
+
+    code = "queue_timeout"
+
+    def __init__(self, *, retry_after_seconds: int) -> None:
+        message = f"The request waited for a seat for as long as it may. Try again in {retry_after_seconds} s."
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
+
+
+class BusyError(UnavailableError):
+    """So many bodies are being read that this one would be more than may be held."""
+
+    code = "busy"
 
 
 class DrainingError(UnavailableError):
@@ -109,9 +160,9 @@ class DrainingError(UnavailableError):
 
     code = "draining"
 
-    def __init__(self, *, is_ending: bool = True) -> None:
+    def __init__(self, *, is_ending: bool = True, retry_after_seconds: int = 5) -> None:
         why = "is shutting down" if is_ending else "was told by its operator to finish what it has"
-        super().__init__(f"The server {why} and takes no new requests.", retry_after_seconds=5)
+        super().__init__(f"The server {why} and takes no new requests.", retry_after_seconds=retry_after_seconds)
 
 
 class EngineError(RelevoError):

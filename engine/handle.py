@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.sequence import Sequence
 
 # Whose doing it was; `error` is the server's own: another part of the same answer failed or was refused.
-ABORT_CAUSES = ("client", "timeout", "slow_client", "shutdown", "admin", "error")
+ABORT_CAUSES = ("client", "timeout", "queue_timeout", "slow_client", "shutdown", "admin", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class GenerationRequest:
             engine is fair. Empty where the name is enough.
         background: background work waits for the interactive.
         priority: the lower goes first among the waiting ones of the same key.
+        timeout_seconds: its caller gives up so long after it was handed in; what the door reckons with, no more.
     """
 
     request_id: str
@@ -82,6 +83,12 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     shown_token_ids: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
+    timeout_seconds: float | None = None
+
+    @property
+    def key(self) -> str:
+        """What tells whose request it is; all that come without a key are one caller's."""
+        return self.key_identity or self.key_name
 
 
 class Handle:
@@ -127,6 +134,11 @@ class Handle:
         if self._refusal is not None:
             raise self._refusal
         return self.num_prompt_tokens
+
+    @property
+    def has_sat(self) -> bool:
+        """Whether it has had a seat."""
+        return self.sequence is not None and self.sequence.first_seated_time is not None
 
     @property
     def is_decided(self) -> bool:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("relevo.engine")
 
 # Longer texts are tokenized on a worker thread, so that the event loop goes on beating.
-LONG_TEXT = 16_384
+LONG_TEXT = 8192
+# What the template does with a turn beside its text.
+TURN_LENGTH = 64
 
 
 class Ingress:
@@ -47,7 +49,7 @@ class Ingress:
         usable_capacity: the longest prompt that fits, in tokens.
         grammars: compiles what answers must look like.
         shares_prompts: whether several answers to one prompt share its blocks.
-        check_tokens: raises `QueueFullError` when a handle's prompt of so many tokens cannot wait now.
+        check_tokens: raises `UnavailableError` when a handle's prompt of so many tokens cannot wait now.
         on_refused: told about a handle that goes no further.
     """
 
@@ -232,7 +234,8 @@ class Ingress:
 def _length(prompt: TextPrompt | TokensPrompt | ChatPrompt) -> int:
     """Characters that are worked on."""
     if isinstance(prompt, ChatPrompt):
-        return sum(map(len, strings_in([prompt.messages, prompt.options])))
+        texts = sum(map(len, strings_in([prompt.messages, prompt.options])))
+        return texts + TURN_LENGTH * len(prompt.messages)
     return _least_length(prompt)
 
 

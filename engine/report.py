@@ -27,7 +27,9 @@ WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "draining", "sha
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PHASES = ("door", "queued", "prefill", "decode")
 PREEMPTION_REASONS = ("kv_memory", "better_right")
-REJECTION_REASONS = ("context_length_exceeded", "queue_full", "rate_limited", "draining", "invalid")
+REJECTION_REASONS = (
+    "context_length_exceeded", "queue_full", "late", "rate_limited", "busy", "draining", "unavailable", "invalid",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,9 @@ class Scheduling:
         for ending in update.endings:
             self._requests.leave(ending.sequence_id, finished)
         self._stats.record_step(finished, finished - planned, batch.num_tokens)
-        self._stats.record_prompt(finished, self.scheduler.counters.num_prompt_tokens - self._stats.num_prompt_tokens)
+        num_read = self.scheduler.counters.num_prompt_tokens - self._stats.num_prompt_tokens
+        is_full = len(batch) >= self.scheduler.limits.max_num_seqs or bool(self.scheduler.num_waiting)
+        self._stats.record_prompt(finished, num_read, finished - planned, is_full=is_full)
         seated = tuple([(seated.sequence_id, seated.num_cached_tokens) for seated in batch.seated])
         return StepResult(planned, finished, update, seated, batch.preempted)
 

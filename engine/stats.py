@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import InitVar, dataclass, field
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from engine.config import SloTargets
 
 RATE_SECONDS = 10.0
+FINISH_SECONDS = 60.0
+BUSY_SECONDS = 30.0
 
 
 def _series(first: float, last: float) -> tuple[float, ...]:
@@ -79,6 +82,30 @@ class Rate:
             self._total -= self._added.popleft()[1]
         if not self._added:
             self._total = 0.0
+
+
+class BusyRate:
+    """Amount per second of the time in which there was work, however long ago that was.
+
+    Args:
+        seconds: of such time, after which about two thirds of what was measured before are forgotten.
+    """
+
+    def __init__(self, seconds: float = BUSY_SECONDS) -> None:
+        self._keep_seconds = seconds
+        self._amount = 0.0
+        self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """So much was done in `seconds` of work."""
+        kept = math.exp(-seconds / self._keep_seconds)
+        self._amount = self._amount * kept + amount
+        self._seconds = self._seconds * kept + seconds
+
+    @property
+    def per_second(self) -> float | None:
+        """The rate; `None` before anything was measured."""
+        return self._amount / self._seconds if self._seconds else None
 
 
 class Histogram:
@@ -145,11 +172,15 @@ class ClassStats:
         windows: by the name of the latency.
         outcomes: requests that came to their end: `finished`, `failed`, `good` (within every target); by target
             `ttft_asked` and `ttft_met`, …; those that are `timed`, and their seconds by `SPENT`.
+        finish_rate: requests that came to an end of their own.
+        finish_token_rate: the prompt tokens of those.
     """
 
     slo: SloTargets
     windows: dict[str, Samples] = field(default_factory=lambda: {name: Samples() for name in LATENCIES})
     outcomes: Timeline[str] = field(default_factory=Timeline)
+    finish_rate: Rate = field(default_factory=lambda: Rate(FINISH_SECONDS))
+    finish_token_rate: Rate = field(default_factory=lambda: Rate(FINISH_SECONDS))
 
     def attainment(self, now: float, seconds: int = DEFAULT_WINDOW) -> dict[str, float | None]:
         """Share of the window's finished requests that met each target; `None` without a target or a request."""
@@ -190,6 +221,10 @@ class Stats:
     """Everything that is counted. Counters only grow; each accepted request ends in one of `finished`.
 
     Counters and histograms count all requests; windows and targets are kept by class of work.
+
+    Attributes:
+        full_prompt_rate: prompt tokens read, while every seat was taken or somebody waited for one.
+        free_prompt_rate: the same at other times, of steps that read some.
     """
 
     slo: InitVar[SloTargets]
@@ -207,7 +242,8 @@ class Stats:
     step_seconds: Samples = field(default_factory=Samples)
     prompt_rate: Rate = field(default_factory=Rate)
     output_rate: Rate = field(default_factory=Rate)
-    finish_rate: Rate = field(default_factory=lambda: Rate(60.0))
+    full_prompt_rate: BusyRate = field(default_factory=BusyRate)
+    free_prompt_rate: BusyRate = field(default_factory=BusyRate)
 
     def __post_init__(self, slo: SloTargets, slo_background: SloTargets) -> None:
         self.interactive, self.background = ClassStats(slo), ClassStats(slo_background)
@@ -223,10 +259,14 @@ class Stats:
         self.step_seconds.add(now, seconds)
         self.histograms["iteration_tokens_total"].observe(num_tokens)
 
-    def record_prompt(self, now: float, num_tokens: int) -> None:
-        """Count a chunk of a prompt that was read for the first time; what is read again is counted elsewhere."""
+    def record_prompt(self, now: float, num_tokens: int, seconds: float, *, is_full: bool) -> None:
+        """Count what a step of `seconds` read of prompts for the first time; the rest is counted elsewhere."""
         self.num_prompt_tokens += num_tokens
         self.prompt_rate.add(now, num_tokens)
+        if is_full:
+            self.full_prompt_rate.add(num_tokens, seconds)
+        elif num_tokens:
+            self.free_prompt_rate.add(num_tokens, seconds)
 
     def record_token(self, times: RequestTimes, now: float) -> None:
         """Count a token that was generated at `now`."""
@@ -252,7 +292,6 @@ class Stats:
     def record_finish(self, times: RequestTimes, now: float, reason: str, cause: str | None = None) -> None:
         """Count an accepted request's ending; `cause` says who aborted it."""
         self.finished[reason] += 1
-        self.finish_rate.add(now, 1)
         self.histograms["request_prompt_tokens"].observe(times.num_prompt_tokens)
         self.histograms["request_generation_tokens"].observe(times.num_output_tokens)
         self.histograms["request_num_preemptions"].observe(times.num_preemptions)
@@ -266,7 +305,11 @@ class Stats:
         if times.first_token is not None and times.last_token is not None and times.num_output_tokens > 1:
             tpot = (times.last_token - times.first_token) / (times.num_output_tokens - 1)
             self._record(times, "tpot", "request_time_per_output_token_seconds", now, tpot)
-        self.of(times).record_end(times, now, failed=reason == "error")
+        work = self.of(times)
+        work.record_end(times, now, failed=reason == "error")
+        if reason != "error":
+            work.finish_rate.add(now, 1)
+            work.finish_token_rate.add(now, times.num_prompt_tokens)
 
     def _record(self, times: RequestTimes, window: str, histogram: str, now: float, value: float) -> None:
         self.of(times).windows[window].add(now, value)

@@ -24,6 +24,10 @@ class ErrorObject(Answer):
     capacity: int = Field(0, description="with context_length_exceeded: the longest prompt, in tokens")
     depth: int = Field(0, description="with queue_full: how many wait")
     limit: int = Field(0, description="with queue_full: how many may wait")
+    what: str = Field("", description="with queue_full: of what, requests or prompt_tokens")
+    retry_after_seconds: int = Field(0, description="with 503: as the header Retry-After")
+    predicted_ttft_seconds: float = Field(0, description="with late: when the first token would have come")
+    allowed_ttft_seconds: float = Field(0, description="with late: when it had to come")
 
 
 class Error(Answer):

@@ -94,6 +94,9 @@ class GenerationBody(Body):
     stream: bool = Field(False, description="server-sent events as the answer is written")
     stream_options: StreamOptions | None = Field(None, description="only with stream")
     timeout: float | None = Field(None, gt=0, description="seconds from arrival; then 408, or an error in the stream")
+    queue_timeout: float | None = Field(
+        None, gt=0, description="seconds from arrival without a seat; then 503, or an error in the stream"
+    )
     priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="the lower goes first among the waiting requests of the same key"
     )

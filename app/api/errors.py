@@ -10,7 +10,7 @@ from quart import Response
 from werkzeug.exceptions import HTTPException
 
 from app.errors import ApiError as ApiError  # the routes have it from here
-from engine.errors import ContextLengthError, QueueFullError, RelevoError, RequestError, UnavailableError
+from engine.errors import ContextLengthError, RelevoError, RequestError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,9 +88,8 @@ def describe(error: Exception) -> ErrorAnswer:
         case RequestError():
             return ErrorAnswer(400, str(error), error.param, error.code)
         case UnavailableError():
-            extra = {"depth": error.depth, "limit": error.limit} if isinstance(error, QueueFullError) else {}
-            headers = {"Retry-After": str(max(1, error.retry_after_seconds))}
-            return ErrorAnswer(503, str(error), None, error.code, extra, headers)
+            headers = {"Retry-After": str(error.retry_after_seconds)}
+            return ErrorAnswer(503, str(error), None, error.code, error.facts, headers)
         case HTTPException():
             return _describe_http(error)
         case RelevoError():

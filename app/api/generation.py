@@ -12,16 +12,25 @@ from quart import Response, g, request
 
 from app.api import sse
 from app.api.aside import dump_in_pieces, run_aside
+from app.api.deadlines import deadlines_of
 from app.api.errors import ApiError, describe
 from app.api.gathering import TOKEN_SIZE, Choices, Gathering, Whole, size_of, submit_choices
 from app.api.requests import read_json
 from app.call_scope import HANDLES, WRITE_NOW
-from engine.errors import DrainingError, EngineError, InvalidRequestError, OwnFault, QueueFullError
+from engine.errors import (
+    DrainingError,
+    EngineError,
+    InvalidRequestError,
+    OwnFault,
+    QueueFullError,
+    QueueTimeoutError,
+)
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from app.api.deadlines import Deadlines
     from app.api.planning import Plan, Planner
     from app.http import Context
     from engine.outbox import Delta
@@ -35,31 +44,37 @@ class Generation:
     """A generation that was submitted.
 
     Attributes:
-        deadline: on trio's clock, from the request's arrival; past it the request is ended with cause `timeout`.
+        deadlines: past one of them it is ended.
+        retry_after: when to come back who found no seat, in whole seconds.
     """
 
     plan: Plan
     gathering: Gathering
-    deadline: float
+    deadlines: Deadlines
+    retry_after: Callable[[], int]
 
     async def read(
         self, until: float = math.inf, at_once: Callable[[int], bool] | None = None
     ) -> list[tuple[int, Delta]]:
-        """The next pieces by index of their choice, or none when `until` has come. Past the deadline it is ended.
+        """The next pieces by index of their choice, or none when `until` or a deadline has come.
 
         Args:
             at_once: see `Gathering.take`.
         """
-        if trio.current_time() >= self.deadline:
-            self.gathering.abort("timeout")
-        else:
-            until = min(until, self.deadline)
-        return await self.gathering.take(until, at_once)
+        handles = self.gathering.handles
+        self.deadlines.enforce(handles)
+        return await self.gathering.take(min(until, self.deadlines.next(handles)), at_once)
 
 
 async def generate(context: Context, planner: Planner) -> Response:
-    """Answer a request, streamed or whole; `planner` checks its body."""
-    planned = planner(context.engine, await read_json(), context.callers.of(g.who))
+    """Answer a request, streamed or whole; `planner` checks its body.
+
+    Where the queue is full the body is not even read. Which class of work it asks for is not known then: that of its
+    key counts.
+    """
+    caller = context.callers.of(g.who)
+    context.engine.check_open(background=caller.background, key=caller.key)
+    planned = planner(context.engine, await read_json(), caller)
     return await respond(submit(context, planned))
 
 
@@ -71,10 +86,9 @@ def submit(context: Context, planned: Plan) -> Generation:
     """
     # From here on the guard around the app ends it with the ASGI call, however that ends.
     handles = submit_choices(context.engine, planned, request.scope[HANDLES].append)  # type: ignore[typeddict-item]
-    seconds = context.settings.server.request_timeout_seconds
-    if planned.body.timeout is not None:
-        seconds = min(seconds, planned.body.timeout)
-    return Generation(planned, Gathering(handles), g.arrived + seconds)
+    deadlines = deadlines_of(planned.body, context.settings.server, g.arrived)
+    retry_after = partial(context.engine.retry_after, background=planned.requests[0].background)
+    return Generation(planned, Gathering(handles), deadlines, retry_after)
 
 
 async def respond(generation: Generation) -> Response:
@@ -84,13 +98,10 @@ async def respond(generation: Generation) -> Response:
         RelevoError: what went wrong before the first byte.
     """
     gathering = generation.gathering
-    with trio.move_on_at(generation.deadline) as scope:
-        await _accepted(generation)
-    if scope.cancelled_caught:
-        gathering.abort("timeout")
+    await _accept(generation)
     for handle in gathering.handles:
         if handle.abort_cause is not None:
-            raise ending_error(FinishReason.ABORT, handle.abort_cause)
+            raise ending_error(FinishReason.ABORT, handle.abort_cause, generation.retry_after)
     if not generation.plan.body.stream:
         return await _respond_whole(generation)
     call: dict[str, Any] = request.scope  # type: ignore[assignment]
@@ -100,6 +111,20 @@ async def respond(generation: Generation) -> Response:
     # Quart would cut the stream after its own response timeout; the deadline above is the limit.
     response.timeout = None
     return response
+
+
+async def _accept(generation: Generation) -> None:
+    """Wait until every choice was looked at, or the answer was ended.
+
+    Raises:
+        RelevoError: one cannot be served.
+    """
+    handles, deadlines = generation.gathering.handles, generation.deadlines
+    while not any([handle.abort_cause for handle in handles]):
+        with trio.move_on_at(deadlines.next(handles)):
+            await _accepted(generation)
+            return
+        deadlines.enforce(handles)
 
 
 async def _accepted(generation: Generation) -> None:
@@ -125,7 +150,7 @@ async def _respond_whole(generation: Generation) -> Response:
     whole = Whole(generation.plan)
     while not whole.choices.all_ended:
         for index, delta in await generation.read():
-            error = failure_of(delta)
+            error = failure_of(delta, generation.retry_after)
             if error is not None:
                 raise error
             whole.add(index, delta)
@@ -170,7 +195,7 @@ class EventStream:
             data = b""
             for index, delta in await generation.read(self._sent + HEARTBEAT_SECONDS, at_once):
                 data += envelope.piece(index, *choices.take(index, delta))
-                error = failure_of(delta)
+                error = failure_of(delta, generation.retry_after)
                 if error is not None:
                     yield data + envelope.failure(describe(error))
                     return
@@ -207,20 +232,28 @@ class EventStream:
         return not self._is_stuck
 
 
-def failure_of(delta: Delta) -> Exception | None:
-    """The error of a choice that was accepted and did not reach its end; `None` while there is none."""
+def failure_of(delta: Delta, retry_after: Callable[[], int] | None = None) -> Exception | None:
+    """The error of a choice that was accepted and did not reach its end; `None` while there is none.
+
+    Args:
+        retry_after: asked where it is one that may be tried again, and then.
+    """
     reason = delta.finish_reason
     if reason is None or (reason in (FinishReason.STOP, FinishReason.LENGTH) and delta.usage is not None):
         return None
-    return ending_error(reason, delta.error)
+    return ending_error(reason, delta.error, retry_after)
 
 
-def ending_error(reason: FinishReason | None, cause: str | None) -> Exception:
-    """The error of a request that was accepted and did not reach its end."""
+def ending_error(
+    reason: FinishReason | None, cause: str | None, retry_after: Callable[[], int] | None = None
+) -> Exception:
+    """The error of a request that was accepted and did not reach its end; see `failure_of`."""
     if reason is FinishReason.ABORT:
         match cause:
             case "timeout":
                 return ApiError(408, "The request reached its deadline.", param="timeout", code="timeout")
+            case "queue_timeout" if retry_after is not None:
+                return QueueTimeoutError(retry_after_seconds=retry_after())
             case "shutdown":
                 return DrainingError()
             case "admin":  # not a status that clients take for a reason to ask again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import isfinite
 from typing import Any
 
@@ -18,30 +19,20 @@ def depth(value: object) -> int:
 
 
 def find_non_finite(value: object) -> Path | None:
-    """Where a number stands that no float can hold (`1e999` is read as infinity), if there is one."""
-    if _is_finite(value):
-        return None
-    rest: list[tuple[Path, Any]] = [((), value)]
-    while rest:
-        path, entry = rest.pop()
-        if isinstance(entry, float) and not isfinite(entry):
-            return path
-        if isinstance(entry, dict):
-            rest += [((*path, key), inner) for key, inner in entry.items()]
-        elif isinstance(entry, list):
-            rest += [((*path, index), inner) for index, inner in enumerate(entry)]
-    return None
+    """Where a number stands that no float can hold (`1e999` is read as infinity), if there is one.
 
-
-def _is_finite(value: object) -> bool:
-    """Level by level, for that is quick where it matters: a long list of numbers costs two passes in C."""
+    Level by level, for that is quick where it matters: a long list of numbers costs two passes in C.
+    """
+    levels: list[list[Any]] = []
     level: list[Any] = [value]
     while level:
         kinds = set(map(type, level))
         if float in kinds and not all(map(isfinite, [entry for entry in level if type(entry) is float])):
-            return False
+            found = [type(entry) is float and not isfinite(entry) for entry in level]
+            return _path_to(levels, found.index(True))
         if kinds.isdisjoint((dict, list)):
-            return True
+            return None
+        levels.append(level)
         inside: list[Any] = []
         for entry in level:
             if isinstance(entry, dict):
@@ -49,4 +40,38 @@ def _is_finite(value: object) -> bool:
             elif isinstance(entry, list):
                 inside.extend(entry)
         level = inside
-    return True
+    return None
+
+
+def _path_to(levels: list[list[Any]], index: int) -> Path:
+    """The path to a value, by its number among all those just below the last of `levels`."""
+    path: list[int | str] = []
+    for level in reversed(levels):
+        for number, entry in enumerate(level):
+            size = len(entry) if isinstance(entry, (dict, list)) else 0
+            if index < size:
+                path.append(next(islice(entry, index, None)) if isinstance(entry, dict) else index)
+                index = number
+                break
+            index -= size
+    return tuple(reversed(path))
+
+
+def is_small(data: bytes | bytearray, max_values: int, max_containers: int) -> bool:
+    """Whether JSON has no more values than that, told by its commas and brackets: it is not read.
+
+    Args:
+        max_containers: how many of the values may be lists and objects.
+    """
+    if _has_few(data, max_values, max_containers):
+        return True
+    # Those that stand in texts do not count.
+    bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    if bare.count(b'"') > 4 * max_values:
+        return False
+    return _has_few(b"".join(bare.split(b'"')[::2]), max_values, max_containers)
+
+
+def _has_few(data: bytes | bytearray, max_values: int, max_containers: int) -> bool:
+    containers = data.count(b"[") + data.count(b"{")
+    return containers <= max_containers and containers + data.count(b",") <= max_values

@@ -12,12 +12,14 @@ chat would have had as a response. Behind the last one comes a `[DONE]` without 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
 from quart import Response, g, request
 
 from app.api import sse
+from app.api.deadlines import deadlines_of
 from app.api.errors import describe
 from app.api.gathering import Choices, Gathering, submit_choices
 from app.api.generation import HEARTBEAT_SECONDS, failure_of
@@ -29,8 +31,9 @@ from app.limits import RateLimitError
 from engine.errors import InvalidRequestError, RelevoError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
+    from app.api.deadlines import Deadlines
     from app.api.planning import Plan
     from app.callers import Caller
     from app.http import Context
@@ -50,7 +53,11 @@ async def answer_many(context: Context) -> Response:
         RelevoError: one of them can never be served as it stands; then none is.
     """
     plans = plan_many(context.engine, await read_json(), context.callers.of(g.who))
-    chats = [_Chat(index, plan) for index, plan in enumerate(plans)]
+    chats = []
+    for index, plan in enumerate(plans):
+        deadlines = deadlines_of(plan.body, context.settings.server, g.arrived)
+        retry_after = partial(context.engine.retry_after, background=plan.requests[0].background)
+        chats.append(_Chat(index, plan, deadlines, retry_after))
     for chat in chats:
         chat.submit(context)
     response = Response(_stream(chats), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
@@ -90,27 +97,23 @@ class _Chat:
 
     Attributes:
         handle: what it has in the engine; `None` where it was refused at once.
-        deadline: on trio's clock.
         opening: its first event.
         is_over: whether nothing will come any more.
     """
 
-    def __init__(self, index: int, plan: Plan) -> None:
+    def __init__(self, index: int, plan: Plan, deadlines: Deadlines, retry_after: Callable[[], int]) -> None:
         self.handle: Handle | None = None
-        self.deadline = 0.0
         self.opening = b""
         self.is_over = False
         self._index = index
         self._plan = plan
+        self._deadlines = deadlines
+        self._retry_after = retry_after
         self._choices = Choices(plan)
         self._permit: Permit | None = None
 
     def submit(self, context: Context) -> None:
         """Hand it to the engine. Never waits."""
-        seconds = context.settings.server.request_timeout_seconds
-        if self._plan.body.timeout is not None:
-            seconds = min(seconds, self._plan.body.timeout)
-        self.deadline = g.arrived + seconds
         call: dict[str, Any] = request.scope  # type: ignore[assignment]
         own: list[Handle] = []
         try:
@@ -126,7 +129,7 @@ class _Chat:
         """What a piece of the answer becomes in the stream."""
         envelope = self._plan.envelope
         data = envelope.piece(0, *self._choices.take(0, delta))
-        error = failure_of(delta)
+        error = failure_of(delta, self._retry_after)
         if error is not None:
             return self._tagged(data) + self._fail(await self._refusal() or error)
         if delta.finish_reason is not None:
@@ -134,10 +137,18 @@ class _Chat:
             self._end()
         return self._tagged(data)
 
-    def expire(self, now: float) -> None:
+    @property
+    def deadline(self) -> float:
+        """When `expire` has something to do, on trio's clock."""
+        return self._deadlines.next(self._handles)
+
+    def expire(self) -> None:
         """Past its deadline it is ended."""
-        if self.handle is not None and now >= self.deadline:
-            self.handle.abort("timeout")
+        self._deadlines.enforce(self._handles)
+
+    @property
+    def _handles(self) -> list[Handle]:
+        return [] if self.handle is None else [self.handle]
 
     async def _refusal(self) -> RelevoError | None:
         """Why the engine would not take it; `None` where it did."""
@@ -179,7 +190,7 @@ async def _stream(chats: list[_Chat]) -> AsyncIterator[bytes]:
         data = b"".join([await taken[index][0].take(delta) for index, delta in await gathering.take(until)])
         now = trio.current_time()
         for chat in going:
-            chat.expire(now)
+            chat.expire()
         if data or now >= sent + HEARTBEAT_SECONDS:
             yield data or sse.HEARTBEAT
             sent = trio.current_time()

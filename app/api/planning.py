@@ -129,6 +129,7 @@ def _make_requests(
             background=caller.background or body.service_tier == "flex",
             priority=body.priority,
             skip_special_tokens=body.skip_special_tokens,
+            timeout_seconds=body.timeout,
         )
         for choice_index in range(body.n):
             # Names tell the seats apart on the dashboard; the first choice has the answer's own.

@@ -31,6 +31,8 @@ EFFECTS: Final = {
     "num_speculative_tokens": "Tokens guessed from what a text repeats, of one request in one step; 0 is none.",
     "max_waiting": "Lower: who comes late is refused sooner, instead of waiting in vain. Of each class of work.",
     "max_waiting_tokens": "The same by the length of what waits. A prompt alone is never too long for it.",
+    "slo_admission": "On: who would have its first token after its own timeout, or the target of its class, is refused "
+    "at once, with what was expected. Off: it waits.",
     "enable_prefix_caching": "On: what prompts begin with alike is computed once. Off: each is read from its start.",
 }
 RARE: Final = (

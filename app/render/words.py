@@ -19,6 +19,7 @@ FINISHED = {"stop": "came to an end", "length": "longest answer", "abort": "abor
 ABORTED = {
     "client": "its client left",
     "timeout": "out of time",
+    "queue_timeout": "no seat in time",
     "slow_client": "nobody read it",
     "shutdown": "the server shut down",
     "admin": "by an operator",
@@ -35,9 +36,12 @@ PHASES = {
 }
 REJECTED = {
     "queue_full": "queue full",
+    "late": "first token too late",
     "context_length_exceeded": "prompt too long",
     "rate_limited": "over the limit of its key",
+    "busy": "too much being read",
     "draining": "taking nothing new",
+    "unavailable": "not possible now",
     "invalid": "not valid, at the engine",
 }
 SETTINGS = {
@@ -51,6 +55,7 @@ SETTINGS = {
     "num_speculative_tokens": "Drafts",
     "max_waiting": "Queue, requests",
     "max_waiting_tokens": "Queue, prompt tokens",
+    "slo_admission": "Refuse who comes too late",
     "enable_prefix_caching": "Prefix cache",
     "draining": "Draining",
     "flush_prefix_cache": "Cached blocks",

@@ -34,6 +34,7 @@ AT_START = {
     "num_speculative_tokens": 0,
     "max_waiting": 256,
     "max_waiting_tokens": 262_144,
+    "slo_admission": False,
     "enable_prefix_caching": True,
     "draining": False,
 }
@@ -50,6 +51,7 @@ async def test_the_answer_and_the_history() -> None:
             "choices": {
                 "policy": ["continuous", "static", "dynamic"],
                 "admission": ["on_demand", "reserve", "predicted"],
+                "slo_admission": [True, False],
                 "enable_prefix_caching": [True, False],
                 "draining": [True, False],
             },

@@ -49,7 +49,7 @@ async def test_everything_exists_at_zero_from_the_first_scrape() -> None:
                 assert {types.get(prefix + name) for name in names} == {kind}, (prefix, kind)
             for reason in ("stop", "length", "abort", "error"):
                 assert samples[f"{prefix}request_success_total", labels(finished_reason=reason)] == 0
-            for cause in ("client", "timeout", "slow_client", "shutdown", "admin"):
+            for cause in ("client", "timeout", "queue_timeout", "slow_client", "shutdown", "admin"):
                 assert samples[f"{prefix}request_aborts_total", labels(cause=cause, phase="decode")] == 0
             info = labels(block_size="4", num_gpu_blocks="256")
             assert samples[f"{prefix}cache_config_info", info] == 1

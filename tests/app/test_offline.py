@@ -9,7 +9,7 @@ import trio
 
 from app import offline
 from app.api.planning import COMPLETION_URL
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, RelevoError
 from tests.fakes import expected_output, fake_config, open_fake_engine
 
 
@@ -22,6 +22,20 @@ async def test_a_prompt_is_streamed_as_it_comes(autojump_clock: object) -> None:
         with pytest.raises(InvalidRequestError, match="temperature"):
             offline.plan_whole(engine, COMPLETION_URL, body | {"temperature": 9})
     assert "".join(pieces) == whole["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"), [({"prompt": ["a", "x" * 600]}, "error"), ({"prompt": ["a"] * 2, "timeout": 0.5}, "timeout")]
+)
+async def test_what_is_given_up_with_a_failed_request_is_counted_as_such(
+    autojump_clock: object, fields: dict[str, Any], cause: str
+) -> None:
+    async with open_fake_engine() as engine:
+        job = offline.plan_whole(engine, COMPLETION_URL, {"max_tokens": 400, **fields})
+        with pytest.raises(RelevoError):
+            await offline.answer(engine, job)
+        await engine.wait_idle()
+        assert set(engine.snapshot()["requests"]["aborted_by_cause_and_phase"]) == {cause}
 
 
 async def test_choices_wait_for_room_and_those_that_have_some_are_read(autojump_clock: object) -> None:

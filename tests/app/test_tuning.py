@@ -26,6 +26,7 @@ VALUES: list[tuple[str, Any]] = [
     ("num_speculative_tokens", 3),
     ("max_waiting", 9),
     ("max_waiting_tokens", 1000),
+    ("slo_admission", True),
     ("enable_prefix_caching", False),
     ("draining", True),
 ]

@@ -27,6 +27,7 @@ CONTROLS: dict[str, tuple[str, Any]] = {
     "num_speculative_tokens": ("4", 4),
     "max_waiting": ("5", 5),
     "max_waiting_tokens": ("500", 500),
+    "slo_admission": ("on", True),
     "enable_prefix_caching": ("off", False),
 }
 HEADERS = {"Content-Type": "application/json"}
@@ -76,7 +77,7 @@ def test_each_control_is_turned_and_all_go_back(admin: Page) -> None:
         assert effective(admin)[key] == value
         assert admin.get_by_text(f"“try <b>{key}</b>”").count() == 1
     admin.click("#undo")
-    admin.get_by_text("Generation 12 holds.").wait_for()
+    admin.get_by_text("Generation 13 holds.").wait_for()
     assert effective(admin)["enable_prefix_caching"] is True
     admin.click("#start")
     admin.get_by_text("Generation 13 holds.").wait_for()

@@ -88,7 +88,7 @@ class TuningPage:
         context, live = self._context, self._context.live
         config, entries = live.view(), context.journal.audit.entries
         now, limits = look(context.engine.snapshot()), context.engine.limits
-        shown = {
+        shown: dict[str, Any] = {
             "page": "admin",
             "signed_in": ADMIN_COOKIE in request.cookies,
             "state_html": context.telemetry.draw_part("state"),

@@ -19,7 +19,9 @@ from app.logs import FIELDS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from app.tracing import Parent, Tracing
+    from opentelemetry.context import Context
+
+    from app.tracing import Tracing
     from engine.engine import Engine
     from engine.handle import Handle
     from engine.request_log import RequestRecord
@@ -39,7 +41,7 @@ class Origin:
     """
 
     request_id: str
-    parent: Parent | None
+    parent: Context | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,14 +120,14 @@ def write_json(told: Mapping[str, Any], answer: Answer) -> str:
 async def stream_csv(journal: Journal, span: Span, step: int | None) -> AsyncIterator[bytes]:
     """The whole of a span, a few thousand rows at a time, each time asked anew: a slow reader holds nothing."""
     yield csv_head().encode()
-    start, step = span.start, step or SECOND
+    start, width = span.start, step or SECOND
     while True:
-        lines, last, step = await journal.ask_for(Question(start, span.end, CSV_CHUNK, step), _csv_chunk)
+        lines, last, width = await journal.ask_for(Question(start, span.end, CSV_CHUNK, width), _csv_chunk)
         if last is None:
             return
         yield lines
         # Where seconds are no longer kept the rest is in minutes, too.
-        start = last + step
+        start = last + width
 
 
 def _csv_chunk(answer: Answer) -> tuple[bytes, int | None, int]:

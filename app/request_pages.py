@@ -37,7 +37,7 @@ def requests_blueprint(context: Context) -> Blueprint:
 
     async def page(name: str, make: Callable[[], Mapping[str, Any]]) -> Response:
         own = {"page": "ops", "state_html": telemetry.draw_part("state"), "keeps_texts": requests.keeps_texts}
-        return await context.drawing.page(templates.get_template(f"{name}.html"), lambda: own | make())
+        return await context.drawing.page(templates.get_template(f"{name}.html"), lambda: {**own, **make()})
 
     @pages.get("/ops/requests")
     async def show_all() -> Response | WerkzeugResponse:

@@ -19,9 +19,9 @@ from app.version import package_version
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Iterator
 
-    from opentelemetry.context import Context as Parent
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.util.types import AttributeValue
 
@@ -45,11 +45,11 @@ class Tracing:
         self._server = trace.SpanKind.SERVER
         self._failed = trace.Status(trace.StatusCode.ERROR)
 
-    def parent_of(self, headers: Mapping[str, str]) -> Parent:
+    def parent_of(self, headers: Iterable[tuple[str, str]]) -> Context:
         """The trace that a request says it belongs to (`traceparent`), or none."""
-        return self._extract({name.lower(): value for name, value in headers.items()})
+        return self._extract({name.lower(): value for name, value in headers})
 
-    def add(self, ending: Ending, model: str, parent: Parent | None) -> None:
+    def add(self, ending: Ending, model: str, parent: Context | None) -> None:
         """A request has ended."""
         offset = time.time() - trio.current_time()  # trio's clock begins anywhere
 

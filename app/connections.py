@@ -13,10 +13,11 @@ import hypercorn.trio.run
 import trio
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData
-from hypercorn.protocol.h2 import H2Protocol
-from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 
 from app.call_scope import WRITE_NOW
+from app.http1 import Http1, Refused
+from app.http2 import Http2
 
 if TYPE_CHECKING:
     from hypercorn.events import Event
@@ -25,16 +26,24 @@ log = logging.getLogger("relevo.http")
 
 # A piece of an answer; a reader shows that it is there by taking one.
 MAX_PIECE_BYTES: Final = 1 << 16
+# For a client that is still sending what was refused, to read the refusal.
+REFUSED_SECONDS: Final = 3.0
 
 
 class ConnectionConfig(Config):
-    """Hypercorn's settings, and one of ours.
+    """Hypercorn's settings, and what is ours.
 
     Attributes:
-        stall_seconds: a client that does not take one piece of an answer for so long has its connection closed.
+        stall_seconds: a client that does not take one piece of an answer for so long has its connection closed, or on
+            HTTP/2 its stream.
+        connections: those that are open.
     """
 
     stall_seconds: float = 60.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connections: set[Connection] = set()
 
 
 class Connection(TCPServer):
@@ -47,7 +56,7 @@ class Connection(TCPServer):
     is being refused. Hypercorn lets that error out, and with it the whole server.
 
     *It ends when its client has stopped reading.* Hypercorn's own would wait for ever, and with it the call, whose API
-    key would be short of a place.
+    key would be short of a place, and the end of the server.
 
     *It takes a piece of a streamed answer at once* (`write_now`), on HTTP/1.1. On the usual way such a piece, a token,
     passes nine functions, two cancel scopes and a lock between the answer and the socket.
@@ -62,9 +71,12 @@ class Connection(TCPServer):
         super().__init__(partial(self._call, app), *args)
 
     async def _call(self, app: Any, scope: Any, *args: Any) -> None:
-        if scope["type"] == "http" and scope["http_version"] == "1.1":
+        if scope["http_version"] == "1.1":
             scope[WRITE_NOW] = self.write_now
         await app(scope, *args)
+        if isinstance(self.protocol.protocol, Http1):
+            # Not before: until now the call has held its key's place, which the next one may need.
+            await self.protocol.protocol.resume()
 
     def write_now(self, data: bytes) -> bool:
         """Send a chunk of the body of an answer that has begun, is chunked and has not ended. Never waits.
@@ -82,35 +94,63 @@ class Connection(TCPServer):
 
     async def run(self) -> None:
         """Serve the connection; whatever goes wrong with it, the server goes on."""
+        self.config.connections.add(self)
         try:
             await super().run()
         except* Exception as errors:
             log.warning("a connection broke down", exc_info=errors)
+        finally:
+            self.config.connections.discard(self)
+
+    async def cut(self) -> None:
+        """End it now, and whatever waits for its client."""
+        if isinstance(self.protocol.protocol, Http2):
+            self.protocol.protocol.give_up()
+        await trio.aclose_forcefully(self.stream)
 
     async def protocol_send(self, event: Event) -> None:
         """Send; a socket that another task is closing at this moment is as good as closed."""
         try:
             if isinstance(event, RawData):
                 await self._send(event.data)
+            elif isinstance(event, Refused):
+                await self._throw_rest_away()
             else:
                 await super().protocol_send(event)
         except trio.BusyResourceError:
             await self.protocol.handle(Closed())
 
     async def _send(self, data: bytes) -> None:
-        """As hypercorn's own, but that it does not wait for ever."""
+        """As hypercorn's own, but that it does not wait for ever, and that no call is ended while it waits its turn.
+
+        On HTTP/2 it would take bytes along that the other streams cannot do without.
+        """
+        with trio.CancelScope(shield=True):
+            if await self._send_pieces(data):
+                return
+        await self.protocol.handle(Closed())
+
+    async def _send_pieces(self, data: bytes) -> bool:
+        """Send behind what is being sent; false where the connection is at its end."""
         async with self.send_lock:
             data, self._unsent = self._unsent + data, b""
             try:
                 for start in range(0, len(data), MAX_PIECE_BYTES):
-                    with trio.CancelScope(shield=True), trio.fail_after(self.config.stall_seconds):
+                    with trio.fail_after(self.config.stall_seconds):
                         await self.stream.send_all(data[start : start + MAX_PIECE_BYTES])
-                return
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
+                return False
             except trio.TooSlowError:
                 await trio.aclose_forcefully(self.stream)
-        await self.protocol.handle(Closed())
+                return False
+        return True
+
+    async def _throw_rest_away(self) -> None:
+        """Read on for a moment: a connection that is closed on unread bytes takes the answer from its client."""
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.move_on_after(REFUSED_SECONDS):
+            await self.stream.send_eof()
+            while await self.stream.receive_some(MAX_RECV):
+                pass
 
     async def _read_data(self) -> None:
         await super()._read_data()
@@ -122,31 +162,8 @@ class Connection(TCPServer):
             await super()._idle_timeout()
 
 
-class _NoStream:
-    """Takes what is still sent to a stream that was answered."""
-
-    async def handle(self, _event: object) -> None:
-        """Throw it away."""
-
-
-class _Streams(dict[int, Any]):
-    def __missing__(self, _stream_id: int) -> _NoStream:
-        return _NoStream()
-
-
-class Http2(H2Protocol):
-    """HTTP/2 that outlives a refusal.
-
-    To hypercorn's own, the rest of an upload that was answered already is data of a stream that it does not know; at
-    that, it ends the connection, and with it the other streams.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.streams = _Streams()
-
-
 def use_connections() -> None:
     """Have hypercorn make these; it offers no other way to say so."""
     hypercorn.trio.run.TCPServer = Connection  # type: ignore[attr-defined, assignment]
+    hypercorn.protocol.H11Protocol = Http1  # type: ignore[attr-defined]
     hypercorn.protocol.H2Protocol = Http2  # type: ignore[attr-defined]

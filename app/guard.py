@@ -6,11 +6,12 @@ import json
 import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import trio
 from werkzeug.exceptions import HTTPException
 
-from app.api.errors import describe
+from app.api.errors import ApiError, describe
 from app.call_scope import HANDLES, PERMITS
 from app.request_id import HEADER, choose_request_id
 
@@ -39,9 +40,12 @@ class Guard:
 
     *Connections close.* At the end of an answer the server tells the application that the client is gone, which cancels
     the very task that is about to close the connection. The last message is therefore sent under a shield. Without it
-    clients that read to the end of the connection (HTTP/1.0, `Connection: close`) would wait for ever.
+    clients that read to the end of the connection (HTTP/1.0, `Connection: close`) would wait for ever. How long the
+    client may take over it is the connection's to say (`stall_seconds`); the shield ends with it.
 
     *Errors have a shape*, also those from before there is a request to handle (an impossible Host header).
+
+    *It is HTTP alone.* Who asks for a WebSocket, at whatever address, is told so before anything else is looked at.
     """
 
     def __init__(self, app: Any) -> None:
@@ -68,6 +72,7 @@ class Guard:
 
         failed = False
         try:
+            check_head(scope)
             await self._app(scope, receive_body, sender)
         except Exception as error:
             failed = True
@@ -84,6 +89,24 @@ class Guard:
                 handle.abort(cause)
             for permit in permits:
                 permit.close(trio.current_time())
+
+
+def check_head(scope: Any) -> None:
+    """Look at what the application could only stumble over.
+
+    Raises:
+        ApiError: 400, the target is no address, or a WebSocket is wanted.
+    """
+    path = scope["path"]
+    if not path.startswith("/"):
+        try:
+            urlsplit(path)
+        except ValueError:  # an impossible host
+            path = ""
+    if not path:
+        raise ApiError(400, "The request's target is no address.", code="bad_target")
+    if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]):
+        raise ApiError(400, "There are no WebSockets here; streams are server-sent events.", code="no_websockets")
 
 
 class _Sender:
@@ -127,7 +150,7 @@ async def _send_error(send: _Sender, error: Exception) -> None:
     cause: BaseException = error
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
-    if not isinstance(cause, HTTPException):
+    if not isinstance(cause, (HTTPException, ApiError)):
         log.error("a request failed outside its handler", exc_info=error)
     answer = describe(cause if isinstance(cause, Exception) else error)
     body = json.dumps(answer.body).encode()

@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from engine.engine import Engine
 
@@ -95,6 +96,19 @@ class Lifecycle:
                 log.info("%s: finishing what runs; a second signal ends it now", signal.Signals(number).name)
                 self.draining = True
                 drain()
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """A SIGTERM ends the process at once, and well, where nothing else looks after it: nobody is served there.
+
+    That is while the model is loaded, and when all is drained. Only the main thread may say so.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave_now() -> None:

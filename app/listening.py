@@ -9,8 +9,12 @@ from typing import Final
 from engine.errors import ConfigError, RelevoError
 
 # Data that nobody acknowledges for so long ends a connection: a vanished or stalled reader cannot hold the server.
-USER_TIMEOUT_SECONDS: Final = 25
-KEEPALIVE_IDLE_SECONDS: Final = 30
+USER_TIMEOUT_SECONDS: Final = 30
+# Where nothing is sent, as while a whole answer is computed, the system asks after its client, first after so long and
+# then every so often. Three questions without an answer are as long as the above; one lost packet ends nothing.
+KEEPALIVE_IDLE_SECONDS: Final = 15
+KEEPALIVE_INTERVAL_SECONDS: Final = 5
+KEEPALIVE_PROBES: Final = 3
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:
@@ -30,10 +34,13 @@ def open_listening_socket(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Linux has both, macOS neither under these names.
+        # Linux has all but TCP_KEEPALIVE, which is what macOS calls TCP_KEEPIDLE; macOS has no TCP_USER_TIMEOUT.
         for name, value in (
             ("TCP_USER_TIMEOUT", USER_TIMEOUT_SECONDS * 1000),
             ("TCP_KEEPIDLE", KEEPALIVE_IDLE_SECONDS),
+            ("TCP_KEEPALIVE", KEEPALIVE_IDLE_SECONDS),
+            ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_SECONDS),
+            ("TCP_KEEPCNT", KEEPALIVE_PROBES),
         ):
             if hasattr(socket, name):
                 listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

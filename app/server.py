@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 BACKLOG: Final = 1024
 GRACEFUL_SECONDS: Final = 5.0
+# The address and the headers of a request, on HTTP/1.1 and HTTP/2.
+MAX_HEADER_BYTES: Final = 1 << 15
+# For the whole head of a request, too, however slowly it comes.
+IDLE_SECONDS: Final = 75.0
 
 
 async def serve_engine(
@@ -113,13 +117,23 @@ async def run_http(
     except OSError as error:
         raise cannot_listen(error, *listener.getsockname()[:2]) from None
     use_connections()
-    await serve_asgi(
-        app,
-        hypercorn_config(listener, stall_seconds=2 * context.settings.server.slow_client_seconds),
-        shutdown_trigger=context.lifecycle.stopped.wait,
-        task_status=task_status,
-    )
+    config = hypercorn_config(listener, stall_seconds=2 * context.settings.server.slow_client_seconds)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(cut_what_is_left, context.lifecycle, config)
+        await serve_asgi(app, config, shutdown_trigger=context.lifecycle.stopped.wait, task_status=task_status)
+        nursery.cancel_scope.cancel()
     context.lifecycle.finished.set()
+
+
+async def cut_what_is_left(lifecycle: Lifecycle, config: ConnectionConfig) -> None:
+    """End the connections that the end of the server does not end: their clients do not read what is sent to them."""
+    try:
+        await lifecycle.stopped.wait()
+        await trio.sleep(GRACEFUL_SECONDS)
+    finally:  # at once where the engine has broken down
+        with trio.CancelScope(shield=True):
+            for connection in list(config.connections):
+                await connection.cut()
 
 
 def hypercorn_config(listener: socket.socket, *, stall_seconds: float) -> ConnectionConfig:
@@ -133,7 +147,8 @@ def hypercorn_config(listener: socket.socket, *, stall_seconds: float) -> Connec
     config.bind = [f"fd://{socket.dup(listener.fileno())}"]
     config.backlog = BACKLOG
     config.graceful_timeout = GRACEFUL_SECONDS
-    config.keep_alive_timeout = 75
+    config.keep_alive_timeout = IDLE_SECONDS
+    config.h11_max_incomplete_size = config.h2_max_header_list_size = MAX_HEADER_BYTES
     # On HTTP/2 the request past the limit silently freezes the other streams of its connection.
     config.keep_alive_max_requests = 10**9
     # On trio this would end healthy streams.

@@ -12,6 +12,7 @@ from app.cli.pull import with_model
 from app.config import environment, is_loopback, state_dir
 from app.interpreter import nothing_collected
 from app.key_store import has_keys
+from app.lifecycle import ending_at_once
 from app.listening import open_listening_socket
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
     name, settings = settings.model.name, with_model(settings)
     # The address is bound again when it is needed; here it only has to be free.
     open_listening_socket(settings.server.host, settings.server.port).close()
-    print(f"Loading {name} ...", file=sys.stderr, flush=True)
-    with nothing_collected():
+    with ending_at_once(), nothing_collected():
+        print(f"Loading {name} ...", file=sys.stderr, flush=True)
         import engine.startup  # noqa: F401  torch takes seconds to import; wrong use is answered before
         from app.start import serve
 

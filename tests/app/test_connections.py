@@ -22,6 +22,7 @@ from app.api.generation import HEARTBEAT_SECONDS
 from app.http import BODY_TIMEOUT_SECONDS
 from tests import fakes
 from tests.app.serving import CHAT, COMPLETIONS, Driver, Server, chat_body, events, make_settings, open_app, open_server
+from tests.app.wire import count_tasks, wait_for
 from tests.fakes import expected_output
 
 if TYPE_CHECKING:
@@ -44,35 +45,8 @@ async def open_request(server: Server, body: dict[str, Any], *, path: str = CHAT
     return stream
 
 
-async def wait_for(condition: Any) -> None:
-    with trio.fail_after(5):
-        while not condition():
-            await trio.sleep(0.001)
-
-
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_its_seat_in_every_phase(stream: bool) -> None:
-    async with open_server(limits={"max_num_seqs": 1}, step_seconds=0.005) as server:
-        running = await open_request(server, chat_body(max_tokens=400, stream=stream))
-        await wait_for(lambda: server.engine.snapshot()["requests"]["running"] == 1)
-        queued = await open_request(server, chat_body(max_tokens=400, stream=stream))
-        await wait_for(lambda: server.engine.snapshot()["requests"]["waiting"] == 1)
-        await queued.aclose()
-        await wait_for(lambda: server.engine.num_open == 1)
-        long = await open_request(server, chat_body("x" * 300, max_tokens=100, stream=stream))
-        await running.aclose()
-        await wait_for(lambda: any(entry["phase"] == "prefill" for entry in server.engine.snapshot()["active"]))
-        await long.aclose()
-        await wait_for(lambda: is_clean(server.engine))
-        aborted = server.engine.snapshot()["requests"]["aborted_by_cause_and_phase"]
-        assert sum(aborted["client"].values()) == 3
-        assert aborted["client"]["queued"] == 1
-        # Nobody else noticed.
-        assert (await server.client.post(CHAT, json=chat_body(max_tokens=2))).status_code == 200
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_the_same_on_http2_where_other_streams_of_the_connection_go_on(stream: bool) -> None:
+async def test_on_http2_the_other_streams_of_the_connection_go_on(stream: bool) -> None:
     async with open_server(step_seconds=0.005) as server:
         connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
         connection.initiate_connection()
@@ -149,15 +123,6 @@ async def test_whatever_a_connection_raises_ends_that_connection_alone(monkeypat
                 await client.get("/healthz")
         monkeypatch.undo()
         assert (await server.client.get("/healthz")).status_code == 200
-
-
-def count_tasks() -> int:
-    def below(task: trio.lowlevel.Task) -> int:
-        return 1 + sum(below(child) for nursery in task.child_nurseries for child in nursery.child_tasks)
-
-    root = trio.lowlevel.current_root_task()
-    assert root is not None
-    return below(root)
 
 
 async def test_the_end_of_an_answer_closes_a_connection_that_asked_for_it() -> None:

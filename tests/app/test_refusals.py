@@ -28,7 +28,8 @@ REFUSED: list[tuple[int, str, str, dict[str, str]]] = [
     (405, "PUT", CHAT, KEY),
     (415, "POST", CHAT, KEY | {"Content-Type": "text/plain"}),
     (429, "POST", CHAT, SPENT),
-    (500, "POST", "http://[::1/x", {}),  # what fails before there is a request to handle
+    (400, "POST", "http://[::1/x", {}),  # before there is a request to handle
+    (400, "POST", "?x", {}),
 ]
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+import h2.config
+import h2.connection
+import h2.errors
+import h2.events
+import h2.settings
 import pytest
 import trio
 import trio.testing
@@ -11,7 +17,8 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
-from app.connections import MAX_PIECE_BYTES, Connection, ConnectionConfig
+from app.connections import MAX_PIECE_BYTES, Connection, ConnectionConfig, use_connections
+from app.server import IDLE_SECONDS
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 STALL_SECONDS = 5.0
@@ -32,8 +39,10 @@ def open_connection(app: Any) -> tuple[Connection, trio.StapledStream[Any, Any]]
     """A connection to `app`, and its client's end; what one sends waits until the other takes it."""
     client, server = trio.testing.lockstep_stream_pair()
     server.socket = _Socket()  # type: ignore[attr-defined]
+    use_connections()
     config = ConnectionConfig()
     config.stall_seconds = STALL_SECONDS
+    config.keep_alive_timeout = IDLE_SECONDS
     state: Any = ConnectionState({})
     wrapped: Any = ASGIWrapper(app)
     stream: Any = server
@@ -89,3 +98,109 @@ async def test_who_reads_slowly_gets_everything(autojump_clock: trio.testing.Moc
     assert num_read > 1 << 20
     assert app.ended_at is not None
     assert app.ended_at > 2 * STALL_SECONDS
+
+
+class Http2Client:
+    """The client's end of a connection over HTTP/2.
+
+    Args:
+        window: bytes that may come before any was read.
+    """
+
+    def __init__(self, pipe: trio.StapledStream[Any, Any], window: int) -> None:
+        self.connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+        initial = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window}
+        self.connection.local_settings = h2.settings.Settings(client=True, initial_values=initial)
+        self.connection.initiate_connection()
+        self._pipe = pipe
+
+    def ask(self, stream_id: int) -> None:
+        names = (":method", ":path", ":scheme", ":authority")
+        self.connection.send_headers(
+            stream_id, list(zip(names, ("GET", "/", "http", "localhost"), strict=True)), end_stream=True
+        )
+
+    async def flush(self) -> None:
+        await self._pipe.send_all(self.connection.data_to_send())
+
+    async def receive(self) -> list[h2.events.Event]:
+        """What comes next; nothing when the connection has ended."""
+        data = await self._pipe.receive_some(65536)
+        return self.connection.receive_data(data) if data else []
+
+    async def until_closed(self) -> None:
+        with trio.fail_after(2 * IDLE_SECONDS):
+            while await self.receive():
+                pass
+
+
+@pytest.mark.parametrize("num_pieces", [1, 64])
+@pytest.mark.parametrize("window", [0, 65535])
+async def test_on_http2_who_stops_reading_loses_the_stream_alone(
+    num_pieces: int, window: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    app = App(num_pieces)
+    connection, pipe = open_connection(app)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.run)
+        client = Http2Client(pipe, window)
+        client.ask(1)
+        await client.flush()
+        reset = None
+        with trio.fail_after(100):
+            while reset is None:
+                events = await client.receive()
+                reset = next((event for event in events if isinstance(event, h2.events.StreamReset)), None)
+        assert (reset.stream_id, reset.error_code) == (1, h2.errors.ErrorCodes.CANCEL)
+        assert trio.current_time() == pytest.approx(STALL_SECONDS)
+        # The connection stays, until it has been idle for long.
+        await client.until_closed()
+        assert trio.current_time() == pytest.approx(STALL_SECONDS + IDLE_SECONDS)
+    assert app.ended_at == pytest.approx(STALL_SECONDS)
+
+
+async def test_on_http2_who_reads_slowly_gets_everything(autojump_clock: trio.testing.MockClock) -> None:
+    app = App(1)
+    connection, pipe = open_connection(app)
+    num_read = 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.run)
+        client = Http2Client(pipe, MAX_PIECE_BYTES - 1)
+        client.ask(1)
+        await client.flush()
+        ended = False
+        while not ended:
+            for event in await client.receive():
+                ended = ended or isinstance(event, h2.events.StreamEnded)
+                if isinstance(event, h2.events.DataReceived):
+                    num_read += len(event.data or b"")
+                    await trio.sleep(STALL_SECONDS / 10)
+                    client.connection.acknowledge_received_data(event.flow_controlled_length or 0, 1)
+                    await client.flush()
+        await pipe.aclose()
+    assert num_read == 1 << 20
+    assert app.ended_at is not None
+    assert app.ended_at > 4 * STALL_SECONDS
+
+
+@pytest.mark.parametrize("how", ["preface", "reset", "head"])
+async def test_who_says_nothing_for_long_loses_the_connection(how: str, autojump_clock: trio.testing.MockClock) -> None:
+    """However slowly the head of a request comes, and however the last stream has ended."""
+    app = App(1)
+    connection, pipe = open_connection(app)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.run)
+        if how == "head":
+            await pipe.send_all(b"GET / HTTP/1.1\r\n")
+            with suppress(trio.BrokenResourceError):
+                while trio.current_time() < 2 * IDLE_SECONDS:
+                    await pipe.send_all(b"a: b\r\n")
+                    await trio.sleep(1)
+        else:
+            client = Http2Client(pipe, 0)
+            if how == "reset":
+                client.ask(1)
+                client.connection.reset_stream(1)
+            await client.flush()
+            await client.until_closed()
+    assert trio.current_time() == pytest.approx(IDLE_SECONDS, abs=1)

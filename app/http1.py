@@ -1,0 +1,139 @@
+"""HTTP/1.1 as hypercorn speaks it, mended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+import h11
+import trio
+from hypercorn.events import Closed, Event, Updated
+from hypercorn.protocol.events import Body, EndBody, Request
+from hypercorn.protocol.h11 import STREAM_ID, H2ProtocolAssumedError, H11Protocol
+from hypercorn.protocol.http_stream import HTTPStream
+
+from app.api.errors import ErrorAnswer
+
+# What may come behind a request before it is answered.
+MAX_AHEAD_BYTES: Final = 1 << 16
+# The bytes of a header field that are neither name nor value.
+_FIELD_BYTES: Final = 4
+_PRIOR_KNOWLEDGE: Final = b"PRI * HTTP/2.0\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Refused(Event):
+    """The last answer of the connection was sent, perhaps while its client is still sending."""
+
+
+class Http1(H11Protocol):
+    """HTTP/1.1 that hears its client to the end.
+
+    *It reads on while a request is answered.* Hypercorn's own stops reading at the first byte behind a request, be it
+    the end of a line, and learns neither that the client left nor that its connection broke. Here such bytes wait for
+    their turn. Who sends more than `MAX_AHEAD_BYTES` of them loses the connection.
+
+    *It stays HTTP.* Nobody here speaks WebSocket, and HTTP/2 is spoken by prior knowledge, from the first byte on.
+    Whatever else a request would like its connection to become, it is answered as what it is.
+
+    *Its errors have a shape*, also those of bytes that are no HTTP.
+    """
+
+    # There is no other kind of connection here (hypercorn has one for WebSocket).
+    connection: h11.Connection
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._turn = trio.Lock()
+
+    async def resume(self) -> None:
+        """Go on with what came behind a request that is over."""
+        if self.connection.their_state is h11.IDLE:
+            await self._handle_events()
+
+    async def _handle_events(self) -> None:
+        """Take in what has come; one task at a time, so that each part of a request follows the one before it."""
+        async with self._turn:
+            while True:
+                if self.connection.they_are_waiting_for_100_continue:
+                    await self._send_h11_event(h11.InformationalResponse(status_code=100, headers=[]))
+                try:
+                    event = self.connection.next_event()
+                except h11.RemoteProtocolError as error:
+                    await self._refuse(error.error_status_hint)
+                    return
+                if isinstance(event, h11.Request):
+                    if not await self._begin(event):
+                        return
+                elif event is h11.PAUSED:
+                    if len(self.connection.trailing_data[0]) > MAX_AHEAD_BYTES:
+                        await self.send(Closed())
+                    return
+                elif self.stream is not None and isinstance(event, h11.Data):
+                    await self.stream.handle(Body(stream_id=STREAM_ID, data=event.data))
+                elif self.stream is not None and isinstance(event, h11.EndOfMessage):
+                    await self.stream.handle(EndBody(stream_id=STREAM_ID))
+                else:
+                    return
+
+    async def _begin(self, request: h11.Request) -> bool:
+        """Start a call; false where there is none, because the connection ends.
+
+        Raises:
+            H2ProtocolAssumedError: it is HTTP/2.
+        """
+        self.keep_alive_requests += 1
+        if request.http_version not in (b"1.0", b"1.1"):
+            if self.keep_alive_requests == 1 and (request.method, request.target) == (b"PRI", b"*"):
+                raise H2ProtocolAssumedError(_PRIOR_KNOWLEDGE + self.connection.trailing_data[0])
+            await self._refuse(505)
+            return False
+        num_bytes = len(request.target) + sum(len(name) + len(value) + _FIELD_BYTES for name, value in request.headers)
+        if num_bytes > self.config.h11_max_incomplete_size:  # which h11 holds to only where the head comes in parts
+            await self._refuse(431)
+            return False
+        await self.send(Updated(idle=False))
+        self.stream = HTTPStream(
+            self.app, self.config, self.context, self.task_group, self.ssl, self.client, self.server, self.stream_send,
+            STREAM_ID,
+        )  # fmt: skip
+        await self.stream.handle(
+            Request(
+                stream_id=STREAM_ID,
+                headers=list(request.headers),
+                http_version=request.http_version.decode(),
+                method=request.method.decode().upper(),
+                raw_path=request.target,
+                state=self.connection_state,
+            )
+        )
+        return True
+
+    async def _refuse(self, status: int) -> None:
+        """Answer what cannot be read, unless an answer has begun; then there is nothing more to hear or to say."""
+        if self.connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(self._describe(status).body).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+                *self.config.response_headers("h11"),
+            ]
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(body), h11.EndOfMessage()):
+                await self._send_h11_event(event)
+            await self._close_stream()
+            await self.send(Refused())
+        await self.send(Closed())
+
+    def _describe(self, status: int) -> ErrorAnswer:
+        match status:
+            case 431:
+                most = self.config.h11_max_incomplete_size
+                message = f"The request's address and headers are more than {most:,} bytes."
+                return ErrorAnswer(status, message, code="headers_too_large")
+            case 501:
+                return ErrorAnswer(status, "The request's transfer encoding is not known here.", code="not_implemented")
+            case 505:
+                return ErrorAnswer(status, "This server speaks HTTP/1.1 and HTTP/2.", code="http_version")
+        return ErrorAnswer(status, "What came is no HTTP request, or a broken one.", code="bad_request")

@@ -1,0 +1,239 @@
+"""HTTP/2 as hypercorn speaks it, mended."""
+
+from __future__ import annotations
+
+import string
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import h2.settings
+import trio
+from h2.errors import ErrorCodes
+from h2.events import StreamReset
+from h2.exceptions import ProtocolError
+from hypercorn.events import Closed, Updated
+from hypercorn.protocol.events import Body, EndBody, Request, StreamClosed
+from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.utils import filter_pseudo_headers
+from priority.priority import MissingStreamError
+
+if TYPE_CHECKING:
+    from h2.events import Event, RequestReceived
+    from hypercorn.events import Event as ConnectionEvent
+    from hypercorn.protocol.events import Event as StreamEvent
+
+    from app.connections import ConnectionConfig
+
+# What waits for a reader on one stream; a piece more than that, while it is being handed over.
+MAX_UNSENT_BYTES: Final = 1 << 16
+
+
+class Http2(H2Protocol):
+    """HTTP/2 whose streams hold nothing that their client does not want.
+
+    *A stream ends when its client has stopped reading.* Hypercorn's own waits for ever for a window that does not open,
+    and with it the call, also when stream and connection have long gone. Here every wait ends with the stream, and a
+    stream that takes no piece for `stall_seconds` is reset.
+
+    *A stream that broke off is reset*, where hypercorn's own leaves its client waiting for the rest.
+
+    *A refusal ends no connection.* To hypercorn's own, the rest of an upload that was answered already is data of a
+    stream that it does not know; at that, it ends the connection, and with it the other streams.
+
+    *A connection without streams is idle*, however its streams ended.
+    """
+
+    config: ConnectionConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.streams = _Streams()
+        self.stream_buffers: dict[int, Unsent] = {}  # type: ignore[assignment]
+        # As hypercorn's, without its offer of WebSocket.
+        codes, most = h2.settings.SettingCodes, self.config.h2_max_header_list_size
+        initial = {
+            codes.MAX_CONCURRENT_STREAMS: self.config.h2_max_concurrent_streams,
+            codes.MAX_HEADER_LIST_SIZE: most,
+        }
+        self.connection.local_settings = h2.settings.Settings(client=False, initial_values=initial)
+        self.connection.decoder.max_header_list_size = most
+
+    def give_up(self) -> None:
+        """End every wait for the client. Never waits itself."""
+        for stream_id in list(self.stream_buffers):
+            self._forget(stream_id)
+
+    async def handle(self, event: ConnectionEvent) -> None:
+        """Take in what has come."""
+        if isinstance(event, Closed):
+            self.give_up()
+        await super().handle(event)
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        """Pass on a part of an answer."""
+        try:
+            match event:
+                case Body():
+                    await self._send_body(event.stream_id, event.data)
+                case EndBody():
+                    await self._end_body(event.stream_id)
+                case StreamClosed():
+                    unsent = self.stream_buffers.get(event.stream_id)
+                    if unsent is not None and not unsent.is_complete:
+                        await self._reset(event.stream_id, ErrorCodes.INTERNAL_ERROR)
+                    await super().stream_send(event)
+                case _:
+                    await super().stream_send(event)
+        except trio.TooSlowError:
+            await self._reset(event.stream_id, ErrorCodes.CANCEL)
+
+    async def _send_body(self, stream_id: int, data: bytes) -> None:
+        for start in range(0, len(data), MAX_UNSENT_BYTES):
+            unsent = self.stream_buffers.get(stream_id)
+            if unsent is None:
+                return  # its client is gone
+            unsent.put(data[start : start + MAX_UNSENT_BYTES])
+            await self._wake(stream_id)
+            with trio.fail_after(self.config.stall_seconds):
+                await unsent.wait_until(MAX_UNSENT_BYTES)
+
+    async def _end_body(self, stream_id: int) -> None:
+        unsent = self.stream_buffers.get(stream_id)
+        if unsent is not None:
+            unsent.is_complete = True
+            await self._wake(stream_id)
+            with trio.fail_after(self.config.stall_seconds):
+                await unsent.closed.wait()
+
+    async def _wake(self, stream_id: int) -> None:
+        """Have the sending task look at a stream."""
+        self.priority.unblock(stream_id)
+        await self.has_data.set()
+
+    async def _send_data(self, stream_id: int) -> None:
+        """Send what a stream may send now; called by the sending task alone."""
+        unsent, is_over = self.stream_buffers[stream_id], False
+        try:
+            window = self.connection.local_flow_control_window(stream_id)
+            data = unsent.take(max(0, min(window, self.connection.max_outbound_frame_size)))
+            is_over = unsent.is_complete and unsent.num_bytes == 0
+            if data or is_over:
+                self.connection.send_data(stream_id, data, end_stream=is_over)
+            else:
+                self.priority.block(stream_id)
+        except ProtocolError:  # stream or connection is closed
+            is_over = True
+        await self._flush()
+        if is_over:
+            self._forget(stream_id)
+
+    async def _close_stream(self, stream_id: int) -> None:
+        await super()._close_stream(stream_id)
+        unsent = self.stream_buffers.get(stream_id)
+        if unsent is not None and not unsent.is_complete:
+            self._forget(stream_id)
+
+    async def _reset(self, stream_id: int, code: ErrorCodes) -> None:
+        """End a stream before its answer has ended."""
+        self._forget(stream_id)
+        with suppress(ProtocolError):  # it is closed already
+            self.connection.reset_stream(stream_id, code)
+        await self._flush()
+        await self._close_stream(stream_id)
+        await self.send(Updated(idle=self.idle))
+
+    def _forget(self, stream_id: int) -> None:
+        """Nothing more is sent on a stream; whoever waits for that goes on."""
+        unsent = self.stream_buffers.pop(stream_id, None)
+        if unsent is not None:
+            unsent.close()
+            with suppress(MissingStreamError):
+                self.priority.remove_stream(stream_id)
+
+    async def _handle_events(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, StreamReset):
+                self._forget(event.stream_id)
+        await super()._handle_events(events)
+        if any(isinstance(event, StreamReset) for event in events):
+            await self.send(Updated(idle=self.idle))
+
+    async def _priority_updated(self, event: object) -> None:
+        """Streams take turns; RFC 9113 has given up clients' wishes about that."""
+
+    async def _create_stream(self, request: RequestReceived) -> None:
+        """Start a call. Nobody here is a proxy or speaks WebSocket: CONNECT is a method like any other."""
+        stream_id, given = request.stream_id, dict(request.headers)
+        self.streams[stream_id] = stream = HTTPStream(
+            self.app, self.config, self.context, self.task_group, self.ssl, self.client, self.server, self.stream_send,
+            stream_id,
+        )  # fmt: skip
+        self.stream_buffers[stream_id] = Unsent()
+        self.priority.insert_stream(stream_id)
+        self.priority.block(stream_id)
+        await stream.handle(
+            Request(
+                stream_id=stream_id,
+                headers=filter_pseudo_headers(request.headers),
+                http_version="2",
+                method=given[b":method"].decode("latin-1").upper(),
+                raw_path=quote(given.get(b":path", b"/"), safe=string.printable).encode(),
+                state=self.connection_state,
+            )
+        )
+
+
+class Unsent:
+    """What one stream has still to send; its client shows that it is there by taking it.
+
+    Attributes:
+        is_complete: nothing will be added.
+        closed: set when all was sent, or nothing more will be.
+    """
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._taken = trio.Event()
+        self.is_complete = False
+        self.closed = trio.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        """How much it is."""
+        return len(self._data)
+
+    def put(self, data: bytes) -> None:
+        """Add to it."""
+        self._data += data
+
+    def take(self, max_bytes: int) -> bytes:
+        """Take so much from the beginning, or what there is."""
+        data = bytes(self._data[:max_bytes])
+        del self._data[:max_bytes]
+        self._taken.set()
+        self._taken = trio.Event()
+        return data
+
+    async def wait_until(self, num_bytes: int) -> None:
+        """Wait until no more than this is left, or nothing more will be sent."""
+        while self.num_bytes > num_bytes and not self.closed.is_set():
+            await self._taken.wait()
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        self.closed.set()
+        self._taken.set()
+
+
+class _NoStream:
+    """Takes what is still sent to a stream that was answered."""
+
+    async def handle(self, _event: object) -> None:
+        """Throw it away."""
+
+
+class _Streams(dict[int, Any]):
+    def __missing__(self, _stream_id: int) -> _NoStream:
+        return _NoStream()

@@ -1,0 +1,127 @@
+"""Servers that are told to end at a random moment, each in a process of its own. Prints what became of them as JSON.
+
+They are forked from one process that has imported everything, and serve the fake model, which takes a moment to load.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import h2.config
+import h2.connection
+import h2.settings
+import trio
+
+import app.cli
+import app.cli.serve
+import app.server
+import app.start
+from tests.fakes import fake_config, open_fake_engine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from engine.engine import Engine
+
+LOAD_SECONDS, MOMENTS_SECONDS = 0.2, 0.8
+DRAIN_SECONDS, GRACEFUL_SECONDS = 0.2, 0.3
+LIMIT_SECONDS = 10.0
+NUM_AT_ONCE = 4
+
+
+@asynccontextmanager
+async def open_engine(_config: object) -> AsyncIterator[Engine]:
+    """Instead of the real one."""
+    await trio.sleep(LOAD_SECONDS)
+    async with open_fake_engine(fake_config(), step_seconds=0.005) as engine_:
+        yield engine_
+
+
+def serve(folder: Path) -> int:
+    sys.modules["engine.startup"] = ModuleType("engine.startup")  # torch, which takes seconds to come in
+    app.start.open_engine = open_engine  # type: ignore[assignment]
+    app.cli.serve.with_model = lambda settings: settings  # type: ignore[assignment]
+    app.server.GRACEFUL_SECONDS = GRACEFUL_SECONDS  # type: ignore[misc]
+    os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_CREAT), 2)
+    limits = ["--drain-timeout-seconds", str(DRAIN_SECONDS)]
+    return app.cli.main(["serve", "--port", "0", "--state-dir", str(folder), *limits])
+
+
+def requests() -> list[bytes]:
+    """What clients may be about, who then read nothing: answers (on HTTP/2 without a window), halves, a dashboard."""
+    found = []
+    for stream in (True, False):
+        content = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "stream": stream})
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        found.append(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+        connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+        window = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0}
+        connection.local_settings = h2.settings.Settings(client=True, initial_values=window)
+        connection.initiate_connection()
+        names = (":method", ":path", ":scheme", ":authority", "content-type")
+        values = ("POST", "/v1/chat/completions", "http", "localhost", "application/json")
+        connection.send_headers(1, list(zip(names, values, strict=True)))
+        connection.send_data(1, content.encode(), end_stream=True)
+        found.append(connection.data_to_send())
+    return [*found, found[0][:-5], b"GET /ops/events HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /hea"]
+
+
+def told_to_end(number: int) -> dict[str, Any]:
+    """Start a server, let clients come, tell it to end."""
+    rng = random.Random(number)
+    with tempfile.TemporaryDirectory() as name:
+        log = Path(name) / "log"
+        pid = os.fork()
+        if pid == 0:
+            os._exit(serve(Path(name)))
+        wait_until(lambda: log.exists() and "Loading" in log.read_text())
+        moment, began = rng.uniform(0, MOMENTS_SECONDS), time.monotonic()
+        clients: list[socket.socket] = []
+        while time.monotonic() - began < moment:
+            time.sleep(0.01)
+            ready = re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())
+            if ready is not None and len(clients) < 30:
+                clients.append(socket.create_connection(("127.0.0.1", int(ready[1]))))
+                clients[-1].sendall(rng.choice(requests()))
+        os.kill(pid, signal.SIGTERM)
+        told = time.monotonic()
+        status: list[int] = []
+
+        def has_ended() -> bool:
+            found, code = os.waitpid(pid, os.WNOHANG)
+            status.extend([code] if found else [])
+            return bool(found)
+
+        wait_until(has_ended)
+        return {
+            "moment": moment,
+            "clients": len(clients),
+            "code": os.waitstatus_to_exitcode(status[0]) if status else None,
+            "seconds": time.monotonic() - told,
+            "log": log.read_text(),
+        }
+
+
+def wait_until(condition: Any) -> None:
+    """Wait until it holds or the limit has come."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(NUM_AT_ONCE) as pool:
+        json.dump(pool.map(told_to_end, range(int(sys.argv[1])), chunksize=1), sys.stdout)

@@ -181,6 +181,15 @@ class ServerSection(Section):
         "",
         "the tokens of the last 200 requests can be looked at under /ops/requests; off, none outlives its answer",
     )
+    log_format: Literal["human", "json"] = _setting(
+        "human", "", "lines of the log, on stderr: for people or for programs"
+    )
+    log_level: Literal["info", "warning", "error"] = _setting(
+        "info", "", "the least that is logged; info has a line for each request, without a word of its text"
+    )
+    tracing: bool = _setting(
+        False, "", "OpenTelemetry traces of requests, as the OTEL_ variables say; needs the extra relevo[otel]"
+    )
     state_dir: str | None = _setting(
         None,
         "",

@@ -16,7 +16,7 @@ from app.api.deadlines import deadlines_of
 from app.api.errors import ApiError, describe
 from app.api.gathering import TOKEN_SIZE, Choices, Gathering, Whole, size_of, submit_choices
 from app.api.requests import read_json
-from app.call_scope import HANDLES, WRITE_NOW
+from app.call_scope import WRITE_NOW
 from engine.errors import (
     DrainingError,
     EngineError,
@@ -85,7 +85,7 @@ def submit(context: Context, planned: Plan) -> Generation:
         UnavailableError: the queue is full, or the server is draining.
     """
     # From here on the guard around the app ends it with the ASGI call, however that ends.
-    handles = submit_choices(context.engine, planned, request.scope[HANDLES].append)  # type: ignore[typeddict-item]
+    handles = submit_choices(context.engine, planned, context.endings.opening())
     deadlines = deadlines_of(planned.body, context.settings.server, g.arrived)
     retry_after = partial(context.engine.retry_after, background=planned.requests[0].background)
     return Generation(planned, Gathering(handles), deadlines, retry_after)

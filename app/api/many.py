@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
-from quart import Response, g, request
+from quart import Response, g
 
 from app.api import sse
 from app.api.deadlines import deadlines_of
@@ -26,7 +26,7 @@ from app.api.generation import HEARTBEAT_SECONDS, failure_of
 from app.api.places import take_place
 from app.api.planning import plan_chat
 from app.api.requests import read_json
-from app.call_scope import HANDLES
+from app.endings import this_request
 from app.limits import RateLimitError
 from engine.errors import InvalidRequestError, RelevoError, UnavailableError
 
@@ -111,15 +111,16 @@ class _Chat:
         self._retry_after = retry_after
         self._choices = Choices(plan)
         self._permit: Permit | None = None
+        self._tell: Callable[[int, str], object] = lambda _status, _code: None
 
     def submit(self, context: Context) -> None:
         """Hand it to the engine. Never waits."""
-        call: dict[str, Any] = request.scope  # type: ignore[assignment]
+        self._tell = partial(context.refusals.note, about=this_request())
         own: list[Handle] = []
         try:
             self._permit = take_place(context, own)
             # From here on the guard around the app ends it with the ASGI call, however that ends.
-            (self.handle,) = own[:] = submit_choices(context.engine, self._plan, call[HANDLES].append)
+            (self.handle,) = own[:] = submit_choices(context.engine, self._plan, context.endings.opening())
         except (RateLimitError, UnavailableError) as error:
             self.opening = self._fail(error)
         else:
@@ -164,6 +165,7 @@ class _Chat:
             self._permit.give_back(trio.current_time())
         self._end()
         answer = describe(error)
+        self._tell(answer.status, answer.code or answer.kind)
         wait = answer.headers.get("Retry-After")
         about = {"status": answer.status, "retry_after": None if wait is None else int(wait)}
         return self._tagged(sse.event({**answer.body, **about}))

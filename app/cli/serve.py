@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
     # The address is bound again when it is needed; here it only has to be free.
     open_listening_socket(settings.server.host, settings.server.port).close()
     with ending_at_once(), nothing_collected():
-        print(f"Loading {name} ...", file=sys.stderr, flush=True)
+        if settings.server.log_format == "human":
+            print(f"Loading {name} ...", file=sys.stderr, flush=True)
         import engine.startup  # noqa: F401  torch takes seconds to import; wrong use is answered before
         from app.start import serve
 

@@ -29,10 +29,13 @@ from app.call_scope import HANDLES, PERMITS
 from app.chat import chat_blueprint
 from app.cors import Cors
 from app.docs import docs_blueprint
+from app.drawing import Drawing
+from app.endings import Refusals, this_request
 from app.guard import Guard
 from app.history_pages import history_blueprint
 from app.limits import UNAVAILABLE
 from app.login import login_blueprint
+from app.logs import FIELDS
 from app.metrics import metrics_blueprint
 from app.pages import pages_blueprint
 from app.probes import probes_blueprint
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from app.callers import Callers
     from app.config import Settings
     from app.effects import EffectWatch
+    from app.endings import Endings
     from app.journal.journal import Journal
     from app.key_service import KeyService
     from app.lifecycle import Lifecycle
@@ -84,10 +88,13 @@ class Context:
         callers: what each API key may expect.
         keys: the API keys, and the only way to change them.
         limits: how much each of them may ask for.
+        endings: tells the log, and traces where they are wanted, of each request that ended.
         live: the only way to change the settings that move.
         effects: what came of such changes.
         started_at: seconds since the epoch.
         errors: answers that are errors, by their status and their code.
+        refusals: tells the log of them.
+        drawing: makes pages and JSON beside the event loop.
     """
 
     settings: Settings
@@ -100,8 +107,11 @@ class Context:
     callers: Callers
     keys: KeyService
     limits: Limits
+    endings: Endings
     started_at: int = field(default_factory=lambda: int(time.time()))
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
+    refusals: Refusals = field(default_factory=Refusals)
+    drawing: Drawing = field(default_factory=Drawing)
 
     def stats(self, window_seconds: int = DEFAULT_WINDOW) -> dict[str, Any]:
         """The object of `GET /ops/stats.json`: the engine's numbers, the process's, and what is wrong."""
@@ -177,6 +187,8 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
             response.headers["Request-Id"] = response.headers[HEADER]  # where clients of Anthropic's API look
         for name, value in SECURITY_HEADERS.items():
             response.headers.setdefault(name, value)
+        # What is told is for who asked. Static files have said already how long they may be kept.
+        response.headers.setdefault("Cache-Control", "no-store")
         cors.add_headers(request, response.headers)
         if g.get("metered"):
             response.headers.update(context.limits.headers(g.who, trio.current_time()))
@@ -190,8 +202,9 @@ def _install_errors(app: QuartTrio, context: Context, pages: Environment) -> Non
         known = describe(error)
         if known.status >= 400:
             context.errors[known.status, known.code or known.kind] += 1
+            context.refusals.note(known.status, known.code or known.kind, this_request())
         if known.status == 500 and not isinstance(error, (RelevoError, HTTPException)):
-            log.error("%s %s failed, request %s", request.method, request.path, g.get("request_id"), exc_info=error)
+            log.error("an answer failed", extra={FIELDS: this_request()}, exc_info=error)
         if known.status == UNAVAILABLE:
             for permit in request.scope[PERMITS]:  # type: ignore[typeddict-item]
                 permit.give_back(trio.current_time())

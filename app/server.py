@@ -15,6 +15,7 @@ from hypercorn.trio import serve as serve_asgi
 from app.callers import Callers
 from app.connections import ConnectionConfig, use_connections
 from app.effects import EffectWatch
+from app.endings import Endings
 from app.http import Context, create_app
 from app.interpreter import tune_interpreter
 from app.journal.journal import Journal
@@ -24,11 +25,15 @@ from app.lifecycle import FAREWELL_SECONDS, Lifecycle
 from app.limits import Limits
 from app.listening import cannot_listen
 from app.live_config import LiveConfig
+from app.logs import FIELDS
 from app.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from app.config import Settings
+    from app.tracing import Tracing
     from engine.engine import Engine
+
+log = logging.getLogger("relevo.server")
 
 BACKLOG: Final = 1024
 GRACEFUL_SECONDS: Final = 5.0
@@ -44,15 +49,17 @@ async def serve_engine(
     listener: socket.socket,
     keys: KeyService | None = None,
     journal: Journal | None = None,
+    tracing: Tracing | None = None,
 ) -> None:
     """Serve a running engine on a bound socket until a signal; the socket is closed at the end."""
     tune_interpreter()
     lifecycle = Lifecycle()
-    context = make_context(settings, engine, lifecycle, keys, journal)
+    context = make_context(settings, engine, lifecycle, keys, journal, tracing)
     drain_seconds = settings.server.drain_timeout_seconds
     async with trio.open_nursery() as nursery:
         for task in (
-            context.telemetry.run, context.live.run, context.keys.run, context.journal.run, lifecycle.lag.run,
+            context.telemetry.run, context.live.run, context.keys.run, context.journal.run, context.refusals.run,
+            lifecycle.lag.run,
         ):  # fmt: skip
             nursery.start_soon(task)
 
@@ -64,8 +71,11 @@ async def serve_engine(
 
         await nursery.start(lifecycle.watch_signals, drain)
         await nursery.start(partial(run_http, context, listener))
-        sys.stderr.write(banner(engine, listener))
-        sys.stderr.flush()
+        if settings.server.log_format == "human":
+            sys.stderr.write(banner(engine, listener))
+            sys.stderr.flush()
+        else:
+            log.info("ready", extra={FIELDS: {"model": engine.model.name, "url": address_of(listener)}})
         await lifecycle.finished.wait()
         nursery.cancel_scope.cancel()
 
@@ -76,12 +86,14 @@ def make_context(
     lifecycle: Lifecycle,
     keys: KeyService | None = None,
     journal: Journal | None = None,
+    tracing: Tracing | None = None,
 ) -> Context:
     """What the routes work with, around a running engine.
 
     Args:
         keys: without, those of the settings are all there are.
         journal: without, nothing outlives the process.
+        tracing: without, there are no traces.
     """
     journal = Journal() if journal is None else journal
     keys = KeyService(Keyring(settings)) if keys is None else keys
@@ -97,6 +109,7 @@ def make_context(
         callers=Callers(settings, keys.keyring),
         keys=keys,
         limits=Limits(keys.keyring.get),
+        endings=Endings(engine, tracing),
     )
 
 
@@ -163,8 +176,6 @@ def hypercorn_config(listener: socket.socket, *, stall_seconds: float) -> Connec
 def banner(engine: Engine, listener: socket.socket) -> str:
     """What a person wants to know at start-up, the address last."""
     model, limits, capacity = engine.model, engine.limits, engine.capacity
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
     lines = [
         f"model      {model.name} ({model.weights_kind} weights, computing in {model.dtype})",
         f"context    {model.context_length} tokens a request (usable capacity)",
@@ -172,6 +183,12 @@ def banner(engine: Engine, listener: socket.socket) -> str:
         f"budget     {limits.max_num_batched_tokens} tokens a step of at most {capacity.max_num_batched_tokens}",
         f"KV cache   {model.num_blocks} blocks of {model.block_size} tokens",
         *(f"note       {remark}" for remark in model.remarks),
-        f"Relevo is ready on http://{shown}:{port}  (dashboard /ops, tuning /admin, API /v1)",
+        f"Relevo is ready on {address_of(listener)}  (dashboard /ops, tuning /admin, API /v1)",
     ]
     return "\n".join(lines) + "\n"
+
+
+def address_of(listener: socket.socket) -> str:
+    """What a browser is pointed at."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

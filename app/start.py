@@ -6,7 +6,6 @@ What takes long at the start is done side by side.
 from __future__ import annotations
 
 import faulthandler
-import logging
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -19,10 +18,13 @@ from app.config import environment, state_dir
 from app.journal.journal import open_journal
 from app.key_service import open_keys
 from app.listening import open_listening_socket
+from app.logs import open_logs
+from app.tracing import open_tracing
 from engine.engine import open_engine
 
 if TYPE_CHECKING:
     from app.config import Settings
+    from app.tracing import Tracing
 
 
 async def serve(settings: Settings) -> int:
@@ -34,7 +36,15 @@ async def serve(settings: Settings) -> int:
     Raises:
         RelevoError: a setting is wrong, the port is taken or the model cannot be loaded.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with open_logs(settings.server.log_format, settings.server.log_level):
+        async with open_tracing(wanted=settings.server.tracing) as tracing:
+            await _serve(settings, tracing)
+    # Only now: a hung step holds the engine's end, too.
+    faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+async def _serve(settings: Settings, tracing: Tracing | None) -> None:
     folder = state_dir(settings, environment())
     async with open_keys(settings, folder) as keys, open_journal(folder) as journal, trio.open_nursery() as nursery:
         Callers(settings, keys.keyring)  # unknown names of keys are refused before the model is loaded
@@ -46,7 +56,4 @@ async def serve(settings: Settings) -> int:
             async with open_engine(config) as engine:
                 from app.server import serve_engine
 
-                await serve_engine(settings, engine, listener, keys, journal)
-    # Only now: a hung step holds the engine's end, too.
-    faulthandler.cancel_dump_traceback_later()
-    return 0
+                await serve_engine(settings, engine, listener, keys, journal, tracing)

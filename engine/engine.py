@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from engine.loaded import ChatTemplateLike, LoadedModel, TokenizerLike
     from engine.place import Place
     from engine.report import MetricsView
+    from engine.request_log import RequestRecord
     from engine.stepper import Stepper
 
 # Of the queue's limit may wait at most, where as many keys as it holds come one after the other (`engine.door`).
@@ -73,7 +74,12 @@ class Health:
 
 
 class Engine:
-    """A running engine; made by `open_engine`."""
+    """A running engine; made by `open_engine`.
+
+    Attributes:
+        on_closed: told of each request that ended, with what was written down of it (`None` where it came no further
+            than the door). It runs in the engine's task: must not raise.
+    """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, grammars: GrammarCompiler, stepper: Stepper) -> None:
         self.config = config
@@ -101,6 +107,7 @@ class Engine:
         )
         self._stats = Stats(config.slo, config.slo_background)
         self._requests = RequestLog(keep_tokens=config.keep_request_texts)
+        self.on_closed: Callable[[Handle, RequestRecord | None], None] | None = None
         self._draining = False
         self._door = Door(self._scheduler, self._stats, lambda: self._scheduling.step_started)
         self._idle = trio.Event()
@@ -326,6 +333,8 @@ class Engine:
         self._door.remove(handle)
         if not len(self._door):
             self._idle.set()
+        if self.on_closed is not None:
+            self.on_closed(handle, self._requests.find(handle.sequence_id))
 
 
 def _load_model(config: EngineConfig) -> LoadedModel:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 
@@ -31,11 +31,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("relevo.history")
 
+T = TypeVar("T")
+
 FLUSH_SECONDS: Final = 5.0
 RETRY_SECONDS: Final = 10.0
 PRUNE_SECONDS: Final = 300.0
 # A disk that takes longer is said to hang; the end of the process waits no longer for it either.
 SLOW_SECONDS: Final = 10.0
+READ_SECONDS: Final = 3.0  # then whoever asked is told what memory has
 CLOSE_SECONDS: Final = 3.0
 MAX_UNWRITTEN_ROWS: Final = 3600
 RECENT_ROWS: Final = 600
@@ -82,6 +85,7 @@ class Journal:
         self._wake = trio.Event()
         self._one_at_a_time = trio.CapacityLimiter(1)
         self._readers = trio.CapacityLimiter(MAX_READERS)
+        self._rememberers = trio.CapacityLimiter(1)  # those who read from memory alone, whatever the disk does
 
     @property
     def problem(self) -> str | None:
@@ -183,25 +187,37 @@ class Journal:
 
     async def ask(self, question: Question) -> Answer:
         """The history of a span of time, with what has not come to the disk yet; where that fails, only the latter."""
+        return await self.ask_for(question, lambda answer: answer)
+
+    async def ask_for(self, question: Question, make: Callable[[Answer], T]) -> T:
+        """What `make` makes of that, on the reader's thread: the event loop is not held by it."""
         rows, store = [*self._in_flight.rows, *self._rows], self._store
         if store is not None:
             try:
-                return await trio.to_thread.run_sync(read_rows, store.path, rows, question, limiter=self._readers)
+                return await self._read(lambda: make(read_rows(store.path, rows, question)))
             except StoreError as error:
                 await self._cope(error, store)
-        return await trio.to_thread.run_sync(read_rows, None, rows, question, limiter=self._readers)
+        return await trio.to_thread.run_sync(
+            lambda: make(read_rows(None, rows, question)), limiter=self._rememberers, abandon_on_cancel=True
+        )
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        """Run on a reader's thread, which is left to itself where the disk does not answer in time.
+
+        Raises:
+            StoreError: it does not, or says that it cannot.
+        """
+        with trio.move_on_after(READ_SECONDS):
+            return await trio.to_thread.run_sync(work, limiter=self._readers, abandon_on_cancel=True)
+        raise StoreError(f"the disk has not answered for {READ_SECONDS:g} s")
 
     async def ask_events(self, start: float, end: float, number: int) -> list[Event]:
         """The last `number` events of a span of time, oldest first."""
         kept, store = {}, self._store
         if store is not None:
             try:
-                kept = {
-                    event.event_id: event
-                    for event in await trio.to_thread.run_sync(
-                        read_events, store.path, start, end, number, limiter=self._readers
-                    )
-                }
+                found = await self._read(partial(read_events, store.path, start, end, number))
+                kept = {event.event_id: event for event in found}
             except StoreError as error:
                 await self._cope(error, store)
         kept |= {event.event_id: event for event in self.events if start <= event.time <= end}

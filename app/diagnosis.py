@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from app.render import numbers
+from app.render import numbers, words
+from engine.engine import IS_DRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -16,18 +17,15 @@ ROOMY: Final = 0.8
 SLACK: Final = 0.7
 # A percentile on fewer samples is no more than a hint.
 ENOUGH_SAMPLES: Final = 20
+# A queue that is fuller may be full again in a moment.
+NEARLY_FULL: Final = 0.8
 # Prompts in so many of the steps are felt between the tokens of the others.
 MANY_PREFILLS: Final = 0.2
 RECENT_STEPS: Final = 40
 POOR_ROWS: Final = 0.8
+ENOUGH_ROWS: Final = 200
 LATE_LOOP_SECONDS: Final = 0.1
-TITLES: Final = {"ttft": "First token", "itl": "Time between tokens", "e2e": "Whole answer"}
-SPENT: Final = {
-    "queue": "waiting for a seat",
-    "prefill": "reading the prompt",
-    "decode": "writing the answer",
-    "preempted": "waiting for a seat that was lost",
-}
+PROMISED: Final = ("ttft", "itl", "e2e")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +56,12 @@ def diagnose(snapshot: Mapping[str, Any], *, ready: bool, reason: str | None, mo
     """The worst first; one that says that all is well, where nothing else is to be said.
 
     Args:
-        snapshot: with `recent`, what was refused and who lost a seat in the window.
+        snapshot: with `recent`, what happened in the window.
         ready, reason: whether new requests are taken, and why not.
         most_seats: the highest `max_num_seqs`.
     """
     found = [
-        *_failures(snapshot),
+        *_failures(snapshot, most_seats),
         *_refusals(snapshot, most_seats),
         *_late(snapshot, snapshot, most_seats),
         *_late(snapshot, snapshot["background"], most_seats, "Background work: "),
@@ -77,11 +75,11 @@ def diagnose(snapshot: Mapping[str, Any], *, ready: bool, reason: str | None, mo
 
 
 def _told_once(findings: list[Finding]) -> Iterator[Finding]:
-    """What is so for the same reason, and would be helped by the same, says no more than that."""
+    """What is so for the same reason is helped by the same: that is said once."""
     told: set[str] = set()
     for finding in findings:
         if finding.why and finding.why in told:
-            yield replace(finding, why="for the same reason", help="", setting=None)
+            yield replace(finding, help="", setting=None)
         else:
             yield finding
             told.add(finding.why)
@@ -91,7 +89,9 @@ def _state(ready: bool, reason: str | None) -> Iterator[Finding]:
     if ready:
         return
     word, _, why = (reason or "not ready").partition(": ")
-    if word == "draining":
+    if reason == IS_DRAINING:
+        yield Finding("warn", "The server is draining", why, "Admit again when it is to serve.", "draining")
+    elif word == "draining":
         yield Finding("warn", "The server is draining", why or "it was asked to end", "It ends by itself.")
     elif word == "stalled":
         help_ = "If it does not come back, restart the server: whoever waits gets an error then, and tries again."
@@ -100,33 +100,46 @@ def _state(ready: bool, reason: str | None) -> Iterator[Finding]:
         yield Finding("bad", f"The server is not ready: {word}", why, "Its log says more.")
 
 
-def _failures(snapshot: Mapping[str, Any]) -> Iterator[Finding]:
-    failed = snapshot["ended"]["failed"] + snapshot["background"]["ended"]["failed"]
-    if failed:
-        when = f"in {_window(snapshot)}"
-        yield Finding(
-            "bad", f"{numbers.plural(failed, 'request')} failed {when}", "an error ended them", "See the log."
-        )
+def _failures(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]:
+    both = [work["ended"] for work in (snapshot, snapshot["background"])]
+    late = sum(ended["timed_out"] for ended in both)
+    broken = sum(ended["failed"] for ended in both) - late
+    if broken:
+        what = f"{numbers.plural(broken, 'request')} failed in {_window(snapshot)}"
+        yield Finding("bad", what, "an error ended them", "See the log.")
+    if late:
+        advice = Advice("their deadline came before their end; nobody waits now")
+        if snapshot["requests"]["waiting"]:
+            advice = _advice_on_waiting(snapshot, snapshot, most_seats)
+        what = f"{numbers.plural(late, 'request')} ran out of time in {_window(snapshot)}"
+        yield Finding("bad", what, advice.why, advice.help, advice.setting)
 
 
 def _refusals(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]:
-    refused = snapshot["recent"]["refused"]
-    if refused and snapshot["requests"]["waiting"]:
-        advice = _advice_on_waiting(snapshot, snapshot, most_seats)
-        what = f"{numbers.plural(refused, 'request')} refused in {_window(snapshot)}: the queue is full"
-        yield Finding("bad", what, advice.why, advice.help, advice.setting)
-    elif refused:
-        what = f"{numbers.plural(refused, 'request')} refused in {_window(snapshot)}"
-        yield Finding("bad", what, "the queue was full, or the server was draining; nobody waits now")
+    requests, config = snapshot["requests"], snapshot["config"]
+    depth = max(work["waiting"] for work in requests["by_class"].values())
+    filled = max(depth / config["max_waiting"], requests["waiting_tokens"] / config["max_waiting_tokens"])
+    for reason, amount in snapshot["recent"]["refused_by_reason"].items():
+        if not amount:
+            continue
+        what = f"{numbers.plural(amount, 'request')} refused in {_window(snapshot)}"
+        if reason == "queue_full" and filled >= NEARLY_FULL:
+            advice = _advice_on_waiting(snapshot, snapshot, most_seats)
+            yield Finding("bad", f"{what}, and the queue is full", advice.why, advice.help, advice.setting)
+        elif reason == "queue_full":
+            yield Finding("warn", what, f"the queue was full; {numbers.percent(filled)} of it is taken now")
+        else:
+            yield Finding("warn", what, words.word(words.REJECTED, reason))
 
 
 def _late(snapshot: Mapping[str, Any], met: Mapping[str, Any], most_seats: int, whose: str = "") -> Iterator[Finding]:
     """Latencies over their targets, of one class of work."""
-    for name, title in TITLES.items():
+    for name in PROMISED:
         target, latency = met["slo"]["targets"][f"{name}_p95_seconds"], met["latency"][name]
         if target is None or not latency["count"] or latency["p95"] <= target:
             continue
-        what = f"{whose}{title} p95 {numbers.seconds(latency['p95'])}, over its target of {numbers.seconds(target)}"
+        what = f"{whose}{words.LATENCIES[name]} p95 {numbers.seconds(latency['p95'])}"
+        what += f", over its target of {numbers.seconds(target)}"
         few = latency["count"] < ENOUGH_SAMPLES
         if few:
             what += f" (only {numbers.plural(latency['count'], 'sample')})"
@@ -189,10 +202,8 @@ def _advice_on_seats(snapshot: Mapping[str, Any], waits: str, most_seats: int) -
 
 def _advice_on_gaps(snapshot: Mapping[str, Any], _met: Mapping[str, Any], _most_seats: int) -> Advice:
     config, running = snapshot["config"], snapshot["requests"]["running"]
-    lost = snapshot["recent"]["preemptions"]
-    if lost:
-        why = f"{numbers.plural(lost, 'time')} a request lost its seat for want of KV memory and had to wait"
-        return Advice(why, f"Lower the seats ({config['max_num_seqs']} now), or admit by reserve.", "max_num_seqs")
+    if lost := _advice_on_lost_seats(snapshot):
+        return lost
     steps = snapshot["table"]["steps"][-RECENT_STEPS:]
     prefills = sum(any(row[2] == "prefill" for row in step["rows"]) for step in steps)
     budget = config["max_num_batched_tokens"]
@@ -209,10 +220,23 @@ def _advice_on_gaps(snapshot: Mapping[str, Any], _met: Mapping[str, Any], _most_
     )
 
 
+def _advice_on_lost_seats(snapshot: Mapping[str, Any]) -> Advice | None:
+    """By what most of those who lost their seat lost it to; `None` where nobody did."""
+    reason, amount = max(snapshot["recent"]["preemptions_by_reason"].items(), key=lambda item: item[1])
+    if not amount:
+        return None
+    seats, why = snapshot["config"]["max_num_seqs"], f"{numbers.plural(amount, 'time')} a request lost its seat"
+    if reason == "kv_memory":
+        why += " for want of KV memory and had to wait"
+        return Advice(why, f"Lower the seats ({seats} now), or admit by reserve.", "max_num_seqs")
+    why += " to one with a better right to it and had to wait"
+    return Advice(why, f"With more seats ({seats} now) fewer have to give theirs.", "max_num_seqs")
+
+
 def _advice_on_answers(snapshot: Mapping[str, Any], met: Mapping[str, Any], most_seats: int) -> Advice:
-    spent = {name: met["spent"][f"{name}_seconds"] or 0.0 for name in SPENT}
+    spent = {name: met["spent"][f"{name}_seconds"] or 0.0 for name in words.SPENT}
     most = max(spent, key=lambda name: spent[name])
-    why = f"most of it is {SPENT[most]}: {numbers.seconds(spent[most])} a request"
+    why = f"most of it is {words.SPENT[most]}: {numbers.seconds(spent[most])} a request"
     if most == "queue":
         advice = _advice_on_waiting(snapshot, met, most_seats)
         return Advice(f"{why}; {advice.why}", advice.help, advice.setting)
@@ -220,7 +244,8 @@ def _advice_on_answers(snapshot: Mapping[str, Any], met: Mapping[str, Any], most
         return Advice(why, "Fewer seats make each faster; shorter answers (max_tokens) end sooner.", "max_num_seqs")
     if most == "prefill":
         return Advice(why, "A larger token budget reads prompts in fewer steps.", "max_num_batched_tokens")
-    return Advice(why, "Fewer seats need less KV memory.", "max_num_seqs")
+    advice = _advice_on_lost_seats(snapshot) or Advice("nobody lost a seat lately")
+    return Advice(f"{why}; {advice.why}", advice.help, advice.setting)
 
 
 def _crowd(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]:
@@ -233,7 +258,7 @@ def _crowd(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]:
 
 
 def _preemptions(snapshot: Mapping[str, Any]) -> Iterator[Finding]:
-    lost = snapshot["recent"]["preemptions"]
+    lost = snapshot["recent"]["preemptions_by_reason"]["kv_memory"]
     if lost:
         what = f"{numbers.plural(lost, 'preemption')} in {_window(snapshot)}"
         why = "KV memory ran short, and what was computed for them is computed again"
@@ -242,11 +267,12 @@ def _preemptions(snapshot: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _waste(snapshot: Mapping[str, Any]) -> Iterator[Finding]:
-    share, policy = snapshot["useful_row_share"], snapshot["config"]["policy"]
-    if share is not None and share < POOR_ROWS:
-        what = f"Only {numbers.percent(share)} of what is computed brings an answer forward"
+    rows, policy = snapshot["recent"]["rows"], snapshot["config"]["policy"]
+    if rows["computed"] >= ENOUGH_ROWS and rows["useful"] < POOR_ROWS * rows["computed"]:
+        share = numbers.percent(rows["useful"] / rows["computed"])
+        what = f"Only {share} of what was computed in {_window(snapshot)} brought an answer forward"
         if policy == "continuous":
-            yield Finding("warn", what, "the rest is drafts that were wrong, or was for requests that had ended")
+            yield Finding("warn", what, "the rest was padding of earlier batches, or for requests that had ended")
         else:
             why = f"{policy} batches are padded until the last of them is done"
             yield Finding("warn", what, why, "Continuous batching computes no padding.", "policy")
@@ -264,12 +290,12 @@ def _all_is_well(snapshot: Mapping[str, Any]) -> Finding:
     if not running and not waiting:
         return Finding("good", "Nothing runs and nobody waits", "all seats are free")
     queue = "nobody waits" if not waiting else f"{numbers.count(waiting)} wait"
-    promised = [
-        f"{title.lower()} p95 {numbers.seconds(snapshot['latency'][name]['p95'])} of {numbers.seconds(target)}"
-        for name, title in TITLES.items()
-        if (target := snapshot["slo"]["targets"][f"{name}_p95_seconds"]) is not None
-        and snapshot["latency"][name]["count"]
-    ]
+    promised = []
+    for name in PROMISED:
+        target, latency = snapshot["slo"]["targets"][f"{name}_p95_seconds"], snapshot["latency"][name]
+        if target is not None and latency["count"]:
+            p95 = numbers.seconds(latency["p95"])
+            promised.append(f"{words.LATENCIES[name].lower()} p95 {p95} of {numbers.seconds(target)}")
     why = f"{numbers.plural(running, 'request')} {'runs' if running == 1 else 'run'}, {queue}"
     return Finding("good", "All is well", "; ".join([why, *promised]))
 

@@ -30,6 +30,8 @@ WINDOWS: Final = (60, 300)
 MAX_FOLLOWED: Final = 64
 # So many other changes are named, to each side.
 MAX_OTHERS: Final = 10
+# How often a change of policy is asked whether it holds.
+LOOK_SECONDS: Final = 1.0
 LATENCIES: Final = ("ttft", "itl")
 NOTE: Final = "Before and after, not a proof: the load may have changed too."
 
@@ -37,16 +39,19 @@ NOTE: Final = "Before and after, not a proof: the load may have changed too."
 class Experienced(Protocol):
     """What is asked of an engine."""
 
+    @property
+    def is_switching(self) -> bool:
+        """Whether a change of policy waits for those who run."""
+
     def experience(self, window_seconds: int) -> dict[str, Any]:
         """What interactive work met in the last seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A change, when it held from on trio's clock, and what was met before it, by window."""
+    """A change, and what was met before it was asked for, by window."""
 
     entry_id: str
-    at: float
     before: Mapping[int, dict[str, Any]]
 
 
@@ -61,22 +66,26 @@ class EffectWatch:
     def __init__(self, engine: Experienced, journal: Journal) -> None:
         self._engine = engine
         self._journal = journal
-        self._followed: set[str] = set()
+        self._followed: dict[str, float | None] = {}
         self._send, self._begun = trio.open_memory_channel[_Begun](MAX_FOLLOWED)
 
     def follows(self, entry_id: str) -> bool:
         """Whether more will be known of a change."""
         return entry_id in self._followed
 
+    def holds_since(self, entry_id: str) -> float | None:
+        """When one that is followed began to hold, in seconds since the epoch; `None` while it waits."""
+        return self._followed[entry_id]
+
     def begin(self, entry_id: str) -> None:
-        """A change holds from this moment on."""
+        """A change was made just now; one of policy may still wait for those who run, and is measured when it holds."""
         if len(self._followed) >= MAX_FOLLOWED:
             return
         before = {
             window: make_side(self._engine.experience(window), self._journal.recent(window)) for window in WINDOWS
         }
-        self._followed.add(entry_id)
-        self._send.send_nowait(_Begun(entry_id, trio.current_time(), before))
+        self._followed[entry_id] = None if self._engine.is_switching else self._journal.wall()
+        self._send.send_nowait(_Begun(entry_id, before))
 
     async def run(self) -> None:
         """Measure, for ever."""
@@ -85,15 +94,18 @@ class EffectWatch:
                 nursery.start_soon(partial(self._follow, begun))
 
     async def _follow(self, begun: _Begun) -> None:
+        while self._engine.is_switching:  # noqa: ASYNC110 - the engine tells nobody when that is over
+            await trio.sleep(LOOK_SECONDS)
+        at, self._followed[begun.entry_id] = trio.current_time(), self._journal.wall()
         for window in WINDOWS:
-            await trio.sleep_until(begun.at + window)
+            await trio.sleep_until(at + window)
             effect = {
                 "window_seconds": window,
                 "before": begun.before[window],
                 "after": make_side(self._engine.experience(window), self._journal.recent(window)),
             }
             self._journal.audit.mark_effect(begun.entry_id, effect)
-        self._followed.discard(begun.entry_id)
+        del self._followed[begun.entry_id]
 
 
 def make_side(experience: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
@@ -133,8 +145,9 @@ def tell_effects(entries: Sequence[AuditEntry], watch: EffectWatch | None) -> li
         entries: oldest first.
 
     Returns:
-        `state` is `early` (nothing is measured yet, but will be `at`), `minute` (five will follow), `complete`, or
-        `unknown` (the server ended, or too much was changed at once). `others` are changes within the same time.
+        `state` is `switching` (it waits for those who run), `early` (nothing is measured yet, but will be `at`),
+        `minute` (five will follow), `complete`, or `unknown` (the server ended, or too much was changed at once).
+        `others` are changes within the same time.
     """
     times = [datetime.fromisoformat(entry.time).timestamp() for entry in entries]
     return [_tell(index, entries, times, watch) if entries[index].changes else None for index in range(len(entries))]
@@ -145,13 +158,14 @@ def _tell(
 ) -> dict[str, Any]:
     entry = entries[index]
     goes_on = watch is not None and watch.follows(entry.entry_id)
+    since = watch.holds_since(entry.entry_id) if watch is not None and goes_on else None
     told: dict[str, Any] = dict(entry.effect or {"window_seconds": WINDOWS[0], "before": None, "after": None})
     window = told["window_seconds"]
     if entry.effect is None:
-        told["state"], due = "early" if goes_on else "unknown", WINDOWS[0]
+        told["state"], due = ("switching" if since is None else "early") if goes_on else "unknown", WINDOWS[0]
     else:
         told["state"], due = "complete" if window == WINDOWS[-1] else "minute", WINDOWS[-1]
-    told["at"] = timestamp(times[index] + due) if goes_on else None
+    told["at"] = None if since is None else timestamp(since + due)
     near = [*range(max(0, index - MAX_OTHERS), index), *range(index + 1, min(len(entries), index + 1 + MAX_OTHERS))]
     told["others"] = [
         {"generation": entries[n].generation, "time": entries[n].time, "settings": list(entries[n].changes)}

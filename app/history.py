@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from app.journal.rows import REFUSED
+from engine.report import PREEMPTION_REASONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 # Charts have fewer pixels than there are seconds.
 POINTS = 150
-BAD_TIMES = ("queue_full", "draining")
-
-
-class Quantiles(NamedTuple):
-    """Seconds; `None` where the window has no sample."""
-
-    p50: float | None
-    p95: float | None
-    p99: float | None
+TOTALS: Final = (*REFUSED, *PREEMPTION_REASONS, "recomputed_tokens", "evictions", "rows", "useful_rows")
 
 
 class Point(NamedTuple):
@@ -26,77 +21,66 @@ class Point(NamedTuple):
 
     Attributes:
         time: seconds on the telemetry's clock.
-        ended_rate, within: requests that ended in a second, and the share of them that met their targets, over the
-            window of the snapshot.
-        preemptions, recomputed, evictions, turned_away: totals since the start, so that a difference counts what
-            happened between two points. Turned away is who came at a bad time, and not who asked for what cannot be.
+        ended_rate, within: requests that came to their end in a second, and the share of them that met their targets,
+            over the window of the snapshot.
+        ttft, itl: their p95 over that window, in seconds; `None` where it has no sample.
+        totals: since the start, in the order of `TOTALS`, so that a difference counts what happened between two points.
     """
 
     time: float
     output_rate: float
-    prompt_rate: float
     ended_rate: float
     within: float | None
     running: int
     waiting: int
-    seats: int
     kv_used: int
     kv_cached: int
-    kv_total: int
-    ttft: Quantiles
-    itl: Quantiles
-    e2e: Quantiles
-    step_seconds: float | None
-    preemptions: int
-    recomputed: int
-    evictions: int
-    turned_away: int
+    ttft: float | None
+    itl: float | None
+    totals: Sequence[int]
 
 
 def make_point(time: float, snapshot: Mapping[str, Any]) -> Point:
     """Take from a snapshot what is worth remembering."""
-    requests, kv, rates = snapshot["requests"], snapshot["kv"], snapshot["tokens_per_second"]
+    requests, kv = snapshot["requests"], snapshot["kv"]
     return Point(
         time=time,
-        output_rate=rates["output"],
-        prompt_rate=rates["prompt"],
+        output_rate=snapshot["tokens_per_second"]["output"],
         ended_rate=ended_per_second(snapshot),
         within=share_within(snapshot),
         running=requests["running"],
         waiting=requests["waiting"],
-        seats=snapshot["config"]["max_num_seqs"],
         kv_used=kv["used"],
         kv_cached=kv["cached"],
-        kv_total=kv["total"],
-        ttft=_quantiles(snapshot, "ttft"),
-        itl=_quantiles(snapshot, "itl"),
-        e2e=_quantiles(snapshot, "e2e"),
-        step_seconds=snapshot["step"]["seconds_p50"],
-        preemptions=snapshot["preemptions"],
-        recomputed=snapshot["recomputed_tokens"],
-        evictions=snapshot["prefix_cache"]["evictions"],
-        turned_away=sum(requests["rejected_by_reason"].get(reason, 0) for reason in BAD_TIMES),
+        ttft=_p95(snapshot, "ttft"),
+        itl=_p95(snapshot, "itl"),
+        totals=(
+            *[requests["rejected_by_reason"].get(reason, 0) for reason in REFUSED],
+            *[snapshot["preemptions_by_reason"][reason] for reason in PREEMPTION_REASONS],
+            snapshot["recomputed_tokens"],
+            snapshot["prefix_cache"]["evictions"],
+            snapshot["rows"]["computed"],
+            snapshot["rows"]["useful"],
+        ),
     )
 
 
 def ended_per_second(snapshot: Mapping[str, Any]) -> float:
-    """Requests that ended, of both classes of work."""
+    """Requests that came to their end, of both classes of work."""
     rates: list[float] = [work["ended"]["requests_per_second"] for work in (snapshot, snapshot["background"])]
     return sum(rates)
 
 
 def share_within(snapshot: Mapping[str, Any]) -> float | None:
-    """The share of the interactive requests that met every target they have; `None` where none has ended."""
+    """The share of the interactive requests that met every target; `None` without a target, or where none has ended."""
     ended = snapshot["ended"]
     total = ended["finished"] + ended["failed"]
-    return ended["good"] / total if total else None
+    return ended["good"] / total if total and any(snapshot["slo"]["targets"].values()) else None
 
 
-def _quantiles(snapshot: Mapping[str, Any], name: str) -> Quantiles:
+def _p95(snapshot: Mapping[str, Any], name: str) -> float | None:
     latency = snapshot["latency"][name]
-    if not latency["count"]:
-        return Quantiles(None, None, None)
-    return Quantiles(latency["p50"], latency["p95"], latency["p99"])
+    return latency["p95"] if latency["count"] else None
 
 
 def merge(points: Sequence[Point]) -> Point:
@@ -111,15 +95,8 @@ def merge(points: Sequence[Point]) -> Point:
         kv_used=round(sum(point.kv_used for point in points) / size),
         kv_cached=round(sum(point.kv_cached for point in points) / size),
         waiting=max(point.waiting for point in points),
-        ttft=_highest([point.ttft for point in points]),
-        itl=_highest([point.itl for point in points]),
-        e2e=_highest([point.e2e for point in points]),
-    )
-
-
-def _highest(quantiles: Sequence[Quantiles]) -> Quantiles:
-    return Quantiles(
-        *[max((v for v in column if v is not None), default=None) for column in zip(*quantiles, strict=True)]
+        ttft=max((point.ttft for point in points if point.ttft is not None), default=None),
+        itl=max((point.itl for point in points if point.itl is not None), default=None),
     )
 
 
@@ -145,15 +122,21 @@ class History:
             while kept and kept[0].time < point.time - self.span_seconds:
                 kept.popleft()
 
-    def recent(self) -> dict[str, int]:
+    def recent(self) -> dict[str, Any]:
         """What happened within the window: the object `recent` of `/ops/stats.json`."""
-        first, last = (self.points[0], self.points[-1]) if self.points else (None, None)
+        first, last = (self.points[0].totals, self.points[-1].totals) if self.points else ((0,) * len(TOTALS),) * 2
+        came = {name: after - before for name, before, after in zip(TOTALS, first, last, strict=True)}
+        refused = {reason: came[reason] for reason in REFUSED}
+        preempted = {reason: came[reason] for reason in PREEMPTION_REASONS}
         return {
             "seconds": self.span_seconds,
-            "refused": last.turned_away - first.turned_away if first and last else 0,
-            "preemptions": last.preemptions - first.preemptions if first and last else 0,
-            "recomputed_tokens": last.recomputed - first.recomputed if first and last else 0,
-            "evictions": last.evictions - first.evictions if first and last else 0,
+            "refused": sum(refused.values()),
+            "refused_by_reason": refused,
+            "preemptions": sum(preempted.values()),
+            "preemptions_by_reason": preempted,
+            "recomputed_tokens": came["recomputed_tokens"],
+            "evictions": came["evictions"],
+            "rows": {"computed": came["rows"], "useful": came["useful_rows"]},
         }
 
     def merged(self) -> list[Point]:

@@ -100,7 +100,12 @@ def parse_change(body: Mapping[str, Any], limits: Limits, capacity: Limits) -> C
     change = Change(values=values, **{name: check(body.get(name)) for name, check in _OTHERS.items()})
     if change.restore is not None and values:
         raise OutOfRangeError("restore", f"brings its own values; leave out {', '.join(values)}.")
-    _fit_batch(values, limits)
+    asked = values.get("dynamic_preferred_size")
+    shrink_batch(values, limits)
+    seats = values.get("dynamic_preferred_size")
+    if asked is not None and asked != seats:
+        message = f"must not be above the seats, which are {seats}; 0 is as many as there are."
+        raise OutOfRangeError("dynamic_preferred_size", message, (0, int(seats or 0)))
     return change
 
 
@@ -130,15 +135,11 @@ def check_value(name: str, value: object, capacity: Limits) -> Value:
     return float(value) if name.endswith("_seconds") else value
 
 
-def _fit_batch(values: dict[str, Value], limits: Limits) -> None:
-    """A batch is never larger than the seats there are."""
+def shrink_batch(values: dict[str, Value], limits: Limits) -> None:
+    """A batch is never larger than the seats there are: it shrinks with them."""
     seats = int(values.get("max_num_seqs", limits.max_num_seqs))
-    preferred = int(values.get("dynamic_preferred_size", limits.dynamic_preferred_size))
-    if "dynamic_preferred_size" in values and preferred > seats:
-        message = f"must not be above the seats, which are {seats}; 0 is as many as there are."
-        raise OutOfRangeError("dynamic_preferred_size", message, (0, seats))
-    if preferred > seats:
-        values["dynamic_preferred_size"] = seats  # a batch shrinks with its seats
+    if int(values.get("dynamic_preferred_size", limits.dynamic_preferred_size)) > seats:
+        values["dynamic_preferred_size"] = seats
 
 
 def _check_reason(value: object) -> str | None:

@@ -11,7 +11,7 @@ import trio
 
 from app.api.errors import ApiError
 from app.audit import AuditEntry, AuditLog, make_id, timestamp
-from app.live_change import CHOICES, FLUSH, KEYS, Change, check_value, parse_change
+from app.live_change import CHOICES, FLUSH, KEYS, Change, check_value, parse_change, shrink_batch
 from app.preview import look, make_preview
 from engine.config import live_range
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 APPLY_SECONDS: Final = 20.0
 MAX_ORDERS: Final = 64
 MAX_TOLD: Final = 20
-# No value to tune: it is neither undone with the others nor gone back to with them.
+# No value to tune: going back to other values leaves it as it is. As the last change it is taken back like any other.
 STATE: Final = "draining"
 REASONS: Final = {"previous": "the last change is taken back", "start": "back to the values at the start"}
 
@@ -92,6 +92,7 @@ class LiveConfig:
         self._audit = audit
         self._effects = effects
         self.start = _values(engine.limits)
+        self._has_resumed = False
         self._reverts: dict[str, _Revert] = {}
         self._send, self._orders = trio.open_memory_channel[_Order](MAX_ORDERS)
 
@@ -171,7 +172,9 @@ class LiveConfig:
         async with trio.open_nursery() as nursery:
             if self._effects is not None:
                 nursery.start_soon(self._effects.run)
-            await self._resume()
+            if not self._has_resumed:
+                self._has_resumed = True
+                await self._resume()
             while True:
                 due = min((revert.at for revert in self._reverts.values()), default=math.inf)
                 with trio.move_on_at(due) as scope:
@@ -186,11 +189,16 @@ class LiveConfig:
             await self._set(self._resolved(order.change), order.who)
         except ApiError as error:
             order.error = error
+        except Exception:
+            order.error = ApiError(500, "The change could not be made.", code="internal_error")
+            order.done.set()
+            raise
         order.done.set()
 
     async def _revert(self) -> None:
         now = trio.current_time()
         values = {name: revert.value for name, revert in self._reverts.items() if revert.at <= now}
+        shrink_batch(values, self._engine.limits)
         await self._set(Change(values, "the time given to the change is over"), "ttl")
 
     def _resolved(self, change: Change) -> Change:
@@ -200,17 +208,20 @@ class LiveConfig:
             ApiError: it cannot be made.
         """
         self.check_generation(change.if_generation)
+        if change.restore is not None:
+            change = self._restoring(change, change.restore)
         if change.values.get(STATE) is False and self._engine.is_ending:
             raise ApiError(
                 409, "The server is shutting down, which cannot be taken back.", param=STATE, code="draining"
             )
-        if change.restore is None:
-            return change
-        values = self.undo if change.restore == "previous" else {n: v for n, v in self.start.items() if n != STATE}
+        return change
+
+    def _restoring(self, change: Change, restore: str) -> Change:
+        values = self.undo if restore == "previous" else {n: v for n, v in self.start.items() if n != STATE}
         if not values:
             raise ApiError(409, "There is no change to take back.", param="restore", code="nothing_to_take_back")
         checked = {name: check_value(name, value, self._engine.capacity) for name, value in values.items()}
-        return replace(change, values=checked, restore=None, reason=change.reason or REASONS[change.restore])
+        return replace(change, values=checked, restore=None, reason=change.reason or REASONS[restore])
 
     async def _set(self, change: Change, who: str) -> None:
         before = _values(self._engine.limits)
@@ -244,6 +255,15 @@ class LiveConfig:
         flushed = self._engine.num_flushed_blocks
         await self._engine.set_limits(values, flush=True)
         return {FLUSH: (self._engine.num_flushed_blocks - flushed, 0)}
+
+    def note(self, changes: Mapping[str, tuple[Any, Any]], *, who: str, reason: str) -> None:
+        """Write down what was changed elsewhere, by the engine itself: settings with their old and new values."""
+        limits = self._engine.limits
+        now = timestamp(time.time())
+        entry = AuditEntry(limits.generation, now, who, dict(changes), reason, effective=_values(limits))
+        if self._effects is not None:
+            self._effects.begin(entry.entry_id)
+        self._audit.add(entry)
 
     async def _resume(self) -> None:
         """A server starts with its configuration, whatever held when it ended: where that differs, it is a change."""

@@ -60,7 +60,7 @@ def make_preview(change: Change, limits: Limits, now: Situation) -> dict[str, An
 
     Returns:
         `changes` (old and new value by setting), `drains` (requests that end before a change is through, by setting),
-        `words` (what happens, by setting), and `running` (those it waits for, at most twenty).
+        `words` (what happens, by setting), and `running` (who runs where some of them must end first, at most twenty).
     """
     changes = {name: (old, new) for name, new in change.values.items() if (old := getattr(limits, name)) != new}
     after = {name: change.values.get(name, getattr(limits, name)) for name in ("policy", "max_num_batched_tokens")}

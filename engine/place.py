@@ -40,7 +40,7 @@ def place_of(handle: Handle, scheduler: Scheduler, now: float) -> Place:
     seated_at = sequence.first_seated_time
     return Place(
         seat=None if waits else sequence.seat,
-        reason=scheduler.classes[sequence.background].why_waits(sequence) if waits else None,
+        reason=_why_waits(sequence, scheduler),
         waited_seconds=(now if seated_at is None else seated_at) - handle.arrival_time,
         prompt_tokens=sequence.num_prompt_tokens,
         cached_tokens=sequence.num_cached_tokens,
@@ -59,7 +59,7 @@ def line_of(sequence: Sequence, scheduler: Scheduler, now: float) -> dict[str, A
         "class": sequence.class_name,
         "priority": sequence.priority,
         "state": sequence.status.value,
-        "reason": scheduler.classes[sequence.background].why_waits(sequence) if waits else None,
+        "reason": _why_waits(sequence, scheduler),
         "phase": None if waits else ("prefill" if sequence.num_output_tokens == 0 else "decode"),
         "seat": None if waits else sequence.seat,
         "prompt_tokens": sequence.num_prompt_tokens,
@@ -69,3 +69,7 @@ def line_of(sequence: Sequence, scheduler: Scheduler, now: float) -> dict[str, A
         "ttft_seconds": None if first is None else round(first - sequence.arrival_time, 4),
         "num_preemptions": sequence.num_preemptions,
     }
+
+
+def _why_waits(sequence: Sequence, scheduler: Scheduler) -> str | None:
+    return scheduler.classes[sequence.background].why_waits(sequence) if sequence.seat < 0 else None

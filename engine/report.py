@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from engine.experience import all_experience, course
@@ -14,18 +15,19 @@ from engine.timeline import DEFAULT_WINDOW
 from engine.waiting import served_by_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from engine.config import EngineConfig, Limits
     from engine.experience import Course
     from engine.scheduler import Scheduler
     from engine.scheduling import Scheduling
-    from engine.sequence import Sequence
     from engine.stats import Histogram, Stats
 
-WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "draining", "shared_prompt")
+WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "switching", "shared_prompt")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PHASES = ("door", "queued", "prefill", "decode")
+# Of those that wait so many are told one by one: it is done every second.
+MAX_LISTED_WAITING = 1000
 PREEMPTION_REASONS = ("kv_memory", "better_right")
 REJECTION_REASONS = (
     "context_length_exceeded", "queue_full", "late", "rate_limited", "busy", "draining", "unavailable", "invalid",
@@ -79,7 +81,7 @@ class Report:
                 "tokens": stats.num_step_tokens,
             },
             "requests": self._requests(),
-            "active": [line_of(sequence, scheduler, now) for sequence in scheduler.sequences],
+            **self._active(now),
             "kv": {
                 "block_size": self._config.block_size,
                 "total": usage.total,
@@ -109,6 +111,7 @@ class Report:
                 "unwritten_slots": scheduler.counters.num_unwritten_slots,
             },
             "dropped_results": scheduler.counters.num_dropped_results,
+            "faults": {"failed_steps": stats.num_failed_steps, "integrity_violations": stats.num_integrity_violations},
             "rows": {"computed": scheduler.counters.num_rows, "useful": scheduler.counters.num_useful_rows},
             "useful_row_share": scheduler.counters.num_useful_rows / scheduler.counters.num_rows
             if scheduler.counters.num_rows
@@ -146,6 +149,8 @@ class Report:
             },
             counters={
                 "num_preemptions": scheduler.counters.num_preemptions,
+                "failed_steps": stats.num_failed_steps,
+                "integrity_violations": stats.num_integrity_violations,
                 "recomputed_tokens": scheduler.counters.num_recomputed_tokens,
                 "padding_tokens": scheduler.counters.num_padding_tokens,
                 "prompt_tokens": stats.num_prompt_tokens,
@@ -175,6 +180,16 @@ class Report:
             cache_config={"block_size": str(self._config.block_size), "num_gpu_blocks": str(usage.total)},
         )
 
+    def _active(self, now: float) -> dict[str, Any]:
+        """Who runs, and behind them who waits, class by class in the order in which they joined; of very many some."""
+        scheduler = self._scheduler
+        queued = chain(*[work.queue for work in scheduler.classes])
+        listed = [*scheduler.running, *islice(queued, MAX_LISTED_WAITING)]
+        return {
+            "active": [line_of(sequence, scheduler, now) for sequence in listed],
+            "active_left_out": max(0, scheduler.num_waiting - MAX_LISTED_WAITING),
+        }
+
     def _requests(self) -> dict[str, Any]:
         scheduler, stats = self._scheduler, self._stats
         aborted: dict[str, dict[str, int]] = {}
@@ -188,7 +203,10 @@ class Report:
             "finished_by_reason": {reason: stats.finished[reason] for reason in FINISH_REASONS},
             "rejected_by_reason": {reason: stats.rejected[reason] for reason in REJECTION_REASONS},
             "aborted_by_cause_and_phase": aborted,
-            "by_class": _places({name: [s for s in scheduler.sequences if s.class_name == name] for name in CLASSES}),
+            "by_class": {
+                name: {"running": len(work.running), "waiting": len(work.queue)}
+                for name, work in zip(CLASSES, scheduler.classes, strict=True)
+            },
             "by_key": self._by_key(),
         }
 
@@ -199,25 +217,16 @@ class Report:
 
     def _by_key(self) -> dict[str, dict[str, int]]:
         """What each named key has, and the weighted tokens it was served (`served_by_key`)."""
-        served = served_by_key(*[work.fairness for work in self._scheduler.classes])
-        groups = _by_key(self._scheduler.sequences)
-        places = _places({name: groups.get(name, []) for name in served.keys() | groups.keys()})
-        return {name: {**places[name], "served_tokens": served.get(name, 0)} for name in sorted(places)}
+        keyed = [work.fairness for work in self._scheduler.classes]
+        found = {
+            name: {"running": 0, "waiting": 0, "served_tokens": served}
+            for name, served in sorted(served_by_key(*keyed).items())
+        }
+        for account in chain(*[fairness.accounts.values() for fairness in keyed]):
+            if account.name:
+                found[account.name]["running"] += account.num_seats
+                found[account.name]["waiting"] += account.num_waiting
+        return found
 
     def _waiting_by_reason(self) -> dict[str, int]:
         return dict(Counter([work.why_waits(waiting) for work in self._scheduler.classes for waiting in work.queue]))
-
-
-def _by_key(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
-    """Sequences by the name of the key that asked for them; without keys there is none."""
-    found: dict[str, list[Sequence]] = {}
-    for sequence in sequences:
-        if sequence.key_name:
-            found.setdefault(sequence.key_name, []).append(sequence)
-    return found
-
-
-def _places(groups: Mapping[str, list[Sequence]]) -> dict[str, dict[str, int]]:
-    """How many of each group run and wait."""
-    running = {name: sum([sequence.seat >= 0 for sequence in group]) for name, group in groups.items()}
-    return {name: {"running": running[name], "waiting": len(group) - running[name]} for name, group in groups.items()}

@@ -30,7 +30,7 @@ class Span:
             that a preemption threw away), `forced` (that followed without a draw) a chunk each; `decode`.
         seat: -1 without one; of a preemption the one that was lost.
         first_step, last_step: -1 for the last one while it goes on.
-        tokens: computed; of a decode those that the answer had from it.
+        tokens: computed; of a decode those that the answer had from it, but for one a step while it goes on.
         began, ended: seconds on the engine's clock; `None` while it goes on.
     """
 
@@ -51,6 +51,7 @@ class RequestRecord:
         number: its sequence id, which no other request of this process has.
         sequence: while the scheduler has it.
         spans: in order, the last one open until it ends. Of very many those in the middle are left out.
+        prefill_stall, decode_stall: seconds without a seat after a preemption, up to where it sat again.
         reason, cause, error: how it ended for whoever asked, who aborted it, and why it failed.
         closed: when that was; `None` while it is open.
         tokens: prompt and answer, where texts are kept.
@@ -72,6 +73,8 @@ class RequestRecord:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_spans_left_out: int = 0
+    prefill_stall: float = 0.0
+    decode_stall: float = 0.0
     first_seated: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -100,6 +103,17 @@ class RequestRecord:
         span.last_step, span.ended = last_step, time
         if span.phase == "decode":
             span.tokens += last_step - span.first_step + 1
+
+    def sit_down(self, seat: int, step: int, time: float) -> None:
+        """It has a seat from `step` on, for the first time or again."""
+        waited = self.spans[-1]
+        if waited.phase == "preempted" and self.sequence is not None:
+            if self.sequence.first_token_time is None:
+                self.prefill_stall += time - waited.began
+            else:
+                self.decode_stall += time - waited.began
+        self.finish_span(step - 1, time)
+        self.seat = seat
 
     def copy_counts(self, sequence: Sequence) -> None:
         """Take over what the scheduler counted."""
@@ -162,8 +176,7 @@ class RequestLog:
                 record.begin(Span("preempted", record.seat, step, planned), step, self._last_time)
         for seated in batch.seated:
             if (record := self._open.get(seated.sequence_id)) is not None:
-                record.finish_span(step - 1, planned)
-                record.seat = seated.seat
+                record.sit_down(seated.seat, step, planned)
         behind = set() if all(batch.decodes) else self._read(batch, planned, finished)
         for sequence in idle:
             behind.add(sequence.sequence_id)
@@ -178,6 +191,15 @@ class RequestLog:
                 if record.spans:
                     record.spans[-1].tokens += len(accepted.get(row, ()))
         self.last_step, self._last_time = step, finished
+
+    def preempt(self, sequence_ids: Iterable[int], now: float) -> None:
+        """These have lost their seat between two steps, or in one that was never told of."""
+        step = self.last_step + 1
+        for sequence_id in sequence_ids:
+            record = self._open.get(sequence_id)
+            if record is not None and (record.spans[-1].phase != "preempted" or record.spans[-1].ended is not None):
+                record.begin(Span("preempted", record.seat, step, now), step, now)
+                self._behind.discard(sequence_id)
 
     def leave(self, sequence_id: int, now: float) -> None:
         """The scheduler has let go of it."""
@@ -310,20 +332,16 @@ def as_line(record: RequestRecord, now: float) -> dict[str, Any]:
     }
 
 
-def as_life(record: RequestRecord, now: float) -> dict[str, Any]:
-    """The same and what it did in each step, times in seconds after its arrival; what goes on has no end."""
-    arrival, until = record.arrival, now if record.closed is None else record.closed
-    seated, first = record.first_seated, record.first_token
-    last = until if record.last_token is None else record.last_token
-    lost = [span for span in record.spans if span.phase == "preempted"]
+def as_life(record: RequestRecord, now: float, last_step: int) -> dict[str, Any]:
+    """The same and what it did in each step, times in seconds after its arrival; what goes on has no end.
+
+    Args:
+        last_step: the last one that was computed.
+    """
+    arrival = record.arrival
     return {
         **as_line(record, now),
-        "times": {
-            "queue_seconds": round((until if seated is None else seated) - arrival, 4),
-            "prefill_seconds": None if seated is None else round((until if first is None else first) - seated, 4),
-            "decode_seconds": None if first is None else round(max(0.0, last - first), 4),
-            "preempted_seconds": round(sum([(until if s.ended is None else s.ended) - s.began for s in lost]), 4),
-        },
+        "times": _times(record, now if record.closed is None else record.closed),
         "recomputed_tokens": record.num_recomputed_tokens,
         "drafts": {"made": record.num_draft_tokens, "accepted": record.num_accepted_tokens},
         "spans": [
@@ -331,7 +349,7 @@ def as_life(record: RequestRecord, now: float) -> dict[str, Any]:
                 "phase": span.phase,
                 "seat": None if span.seat < 0 else span.seat,
                 "steps": [span.first_step, None if span.ended is None else span.last_step],
-                "tokens": span.tokens,
+                "tokens": span.tokens + _tokens_of_open(span, last_step),
                 "at_seconds": round(span.began - arrival, 4),
                 "seconds": None if span.ended is None else round(span.ended - span.began, 4),
             }
@@ -339,3 +357,27 @@ def as_life(record: RequestRecord, now: float) -> dict[str, Any]:
         ],
         "spans_left_out": record.num_spans_left_out,
     }
+
+
+def _times(record: RequestRecord, until: float) -> dict[str, float | None]:
+    """Where its time went, up to `until`; what it spent without a seat after a preemption is told apart."""
+    span, lost = record.spans[-1], 0.0
+    if span.phase == "preempted":  # it has not sat again
+        lost = (until if span.ended is None else span.ended) - span.began
+
+    def spent(begin: float | None, end: float | None, stall: float = 0.0) -> float | None:
+        if begin is None:
+            return None
+        return round(max(0.0, (until - lost if end is None else end) - begin - stall), 4)
+
+    return {
+        "queue_seconds": spent(record.arrival, record.first_seated),
+        "prefill_seconds": spent(record.first_seated, record.first_token, record.prefill_stall),
+        "decode_seconds": spent(record.first_token, record.last_token, record.decode_stall),
+        "preempted_seconds": round(record.prefill_stall + record.decode_stall + lost, 4),
+    }
+
+
+def _tokens_of_open(span: Span, last_step: int) -> int:
+    """What a decode that goes on has given in its steps, one in each."""
+    return max(0, last_step - span.first_step + 1) if span.phase == "decode" and span.ended is None else 0

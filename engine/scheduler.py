@@ -329,7 +329,7 @@ class Scheduler:
             # Whoever lost its seat must not take it back from under those it was lost to.
             return 0, "kv_memory"
         if self.is_switching:
-            return 0, "draining"
+            return 0, "switching"
         if work is self.background and (plan.preempted or not self.interactive.lets_others_pass(MAX_OVERTAKEN)):
             return 0, self.interactive.wait_reason or "kv_memory"
         num_open = max(0, self.batching.num_open(Moment(work.queue, self.num_running, self.limits, now)))

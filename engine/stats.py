@@ -49,6 +49,8 @@ HISTOGRAMS = {
     "iteration_tokens_total": ITERATION_BOUNDS,
 }
 LATENCIES = ("ttft", "itl", "tpot", "e2e", "queue")
+# Causes of an abort that are the server's failure: it did not come to the end in the time that it had.
+OUT_OF_TIME = ("timeout", "queue_timeout")
 # Where a request's time goes; together they are all of it, but for what it spent at the door.
 SPENT = ("queue", "prefill", "decode", "preempted")
 
@@ -170,8 +172,9 @@ class ClassStats:
 
     Attributes:
         windows: by the name of the latency.
-        outcomes: requests that came to their end: `finished`, `failed`, `good` (within every target); by target
-            `ttft_asked` and `ttft_met`, …; those that are `timed`, and their seconds by `SPENT`.
+        outcomes: requests that came to their end, without those that were given up: `finished`, `failed` (of these
+            `timed_out`), `good` (within every target); by target `ttft_asked` and `ttft_met`, …; those that are
+            `timed`, and their seconds by `SPENT`.
         finish_rate: requests that came to an end of their own.
         finish_token_rate: the prompt tokens of those.
     """
@@ -191,7 +194,7 @@ class ClassStats:
         }
 
     def record_end(self, times: RequestTimes, now: float, *, failed: bool) -> None:
-        """A request meets the inter-token target when at most 5 % of its gaps are longer."""
+        """A request meets the inter-token target when at most 5 % of its gaps are longer; one that failed, none."""
         ttft = None if times.first_token is None else times.first_token - times.arrival
         gaps = max(1, times.num_output_tokens - 1)
         met = {
@@ -232,6 +235,8 @@ class Stats:
     interactive: ClassStats = field(init=False)
     background: ClassStats = field(init=False)
     num_steps: int = 0
+    num_failed_steps: int = 0
+    num_integrity_violations: int = 0
     num_step_tokens: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -290,7 +295,10 @@ class Stats:
         self._record(times, "queue", "request_queue_time_seconds", now, now - times.arrival)
 
     def record_finish(self, times: RequestTimes, now: float, reason: str, cause: str | None = None) -> None:
-        """Count an accepted request's ending; `cause` says who aborted it."""
+        """Count an accepted request's ending; `cause` says who aborted it.
+
+        One that ran out of time was not given up but failed: else none would miss its target in an overload.
+        """
         self.finished[reason] += 1
         self.histograms["request_prompt_tokens"].observe(times.num_prompt_tokens)
         self.histograms["request_generation_tokens"].observe(times.num_output_tokens)
@@ -300,6 +308,10 @@ class Stats:
             self.histograms["request_decode_time_seconds"].observe(times.last_token - times.first_token)
         if reason == "abort":
             self.aborted[cause or "client", times.phase] += 1
+            if cause in OUT_OF_TIME:
+                work = self.of(times)
+                work.record_end(times, now, failed=True)
+                work.outcomes.add(now, "timed_out")
             return
         self._record(times, "e2e", "e2e_request_latency_seconds", now, now - times.arrival)
         if times.first_token is not None and times.last_token is not None and times.num_output_tokens > 1:

@@ -6,11 +6,6 @@
   const at = document.getElementById("at");
   const HINT = at.textContent;
   const HEIGHT = 150;
-  const TROUBLE = new Set(["preemptions", "rejections", "stall", "late"]);
-  const TITLES = {
-    start: "Start", stop: "Stop", drain: "Drain", config: "Settings", revert: "Revert", preemptions: "Preemptions",
-    rejections: "Refusals", stall: "Stall", late: "Late",
-  };
   const DEFINITIONS = [
     ["Tokens a second", rate, [["output", "output_tokens_per_second", "strong"], ["prompt", "prompt_tokens_per_second", "pale"]]],
     ["Requests a second", rate, [["ended", "requests_per_second", "strong"], ["goodput", "goodput_requests_per_second", "pale"]]],
@@ -74,7 +69,7 @@
     for (const event of events) {
       if (event.seconds < span.from || event.seconds > span.to) continue;
       const x = Math.round(plot.valToPos(event.seconds, "x", true));
-      ctx.strokeStyle = TROUBLE.has(event.kind) ? paint.warn : paint.ink;
+      ctx.strokeStyle = event.level ? paint.warn : paint.ink;
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
@@ -87,7 +82,7 @@
     const { left } = plot.cursor;
     if (left == null || left < 0) { at.textContent = HINT; return; }
     const near = events.filter((event) => Math.abs(plot.valToPos(event.seconds, "x") - left) <= 6);
-    at.textContent = [clock(plot.posToVal(left, "x")), ...near.map((event) => `${TITLES[event.kind]}: ${event.text}`)].join(" · ");
+    at.textContent = [clock(plot.posToVal(left, "x")), ...near.map((event) => `${event.title}: ${event.text}`)].join(" · ");
   }
 
   function options([title, word, lines, more = {}], data) {
@@ -144,8 +139,8 @@
       const item = document.createElement("li");
       const text = document.createElement("p");
       const title = document.createElement("b");
-      title.textContent = TITLES[event.kind] || event.kind;
-      if (TROUBLE.has(event.kind)) title.className = "warn";
+      title.textContent = event.title;
+      title.className = event.level;
       text.append(title, ` ${event.text}`);
       const note = document.createElement("p");
       note.className = "note";

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import Limits, SloTargets
 from engine.experience import Course, all_experience, course
+from engine.report import REJECTION_REASONS
 from engine.sequence import CLASSES
 from engine.stats import RequestTimes, Stats
 from engine.timeline import DEFAULT_WINDOW
@@ -258,9 +259,7 @@ class FakeEngine:
         cached = min(self.cached, self.total_blocks - used)
         waits = "kv_memory" if self.preempted_total else "seats"
         finished = {name: self.finished[name] for name in ("stop", "length", "abort", "error")}
-        rejected = {
-            name: self.rejected[name] for name in ("context_length_exceeded", "queue_full", "draining", "invalid")
-        }
+        rejected = {name: self.rejected[name] for name in REJECTION_REASONS}
         return {
             "uptime_seconds": self.now + 11_000,
             "loop_lag_seconds": 0.0004,
@@ -268,6 +267,7 @@ class FakeEngine:
             "requests": {
                 "running": len(self.running),
                 "waiting": len(self.waiting),
+                "waiting_tokens": sum(request.prompt for request in self.waiting),
                 "waiting_by_reason": {waits: len(self.waiting)} if self.waiting else {},
                 "finished_by_reason": finished,
                 "rejected_by_reason": rejected,
@@ -290,10 +290,13 @@ class FakeEngine:
             },
             "prefix_cache": {"query_tokens": self.queried, "hit_tokens": self.hits, "evictions": self.evicted},
             "preemptions": self.preempted_total,
+            "preemptions_by_reason": {"kv_memory": self.preempted_total, "better_right": 0},
             "recomputed_tokens": self.recomputed,
             "padding": {"rows": 0, "tokens": 0},
+            "speculation": {"drafts": 100, "draft_tokens": 400, "accepted_tokens": 312},
             "kv_waste": {"set_aside_slots": 40_000, "unwritten_slots": 900},
             "dropped_results": 0,
+            "rows": {"computed": self.step * 20, "useful": self.step * 20},
             "useful_row_share": 1.0 if self.step else None,
             "tokens_per_second": {name: sum(rate) / len(rate) for name, rate in self.rates.items()},
             "tokens": {name: self.produced[name] for name in self.rates},

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from app.audit import AuditEntry
     from app.journal.incidents import Spell
 
-KINDS: Final = ("start", "stop", "drain", "config", "revert", "preemptions", "rejections", "stall", "late")
+# What is trouble; the rest is what an operator did.
+TROUBLE: Final = ("preemptions", "rejections", "stall", "late", "fault", "integrity")
 MAX_EVENTS: Final = 1000
 MAX_TEXT_LENGTH: Final = 1000
 
@@ -26,7 +27,7 @@ class Event:
 
     Attributes:
         event_id: the same while an event goes on, whatever else of it changes.
-        kind: one of `KINDS`.
+        kind: one of `words.EVENTS`.
         time: seconds since the epoch.
         text: a sentence for people; what is in it may come from anybody.
         end: when it was over; `None` of a moment, and while it goes on.
@@ -43,11 +44,21 @@ class Event:
     running: int = 0
     waiting: int = 0
 
+    @property
+    def title(self) -> str:
+        """What pages call its kind."""
+        return words.word(words.EVENTS, self.kind)
+
+    @property
+    def level(self) -> str:
+        """`warn` where it is trouble."""
+        return "warn" if self.kind in TROUBLE else ""
+
     def as_json(self) -> dict[str, Any]:
         """The object in `/ops/stats.json` and `/ops/history.json`."""
         known = asdict(self) | {"time": timestamp(self.time), "end": None if self.end is None else timestamp(self.end)}
         del known["event_id"]
-        return known
+        return known | {"title": self.title, "level": self.level}
 
 
 class EventLog:
@@ -88,7 +99,7 @@ def describe_spell(kind: str, spell: Spell) -> str:
     going_on = spell.ended is None
     match kind:
         case "preemptions":
-            return f"{numbers.plural(spell.amount, 'preemption')} within {lasted}"
+            return f"{numbers.plural(spell.amount, 'preemption')} for want of KV memory within {lasted}"
         case "rejections":
             return f"{numbers.plural(spell.amount, 'request')} refused within {lasted}"
         case "stall":

@@ -6,11 +6,11 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from app.journal.rows import REFUSED
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Refusals that tell of too little room; who asks for what cannot be is turned away at any time.
-REFUSED_FOR_ROOM: Final = ("queue_full", "rate_limited")
 LATE_SECONDS: Final = 1.0
 
 
@@ -112,8 +112,8 @@ class Incidents:
         """
         rejected = snapshot["requests"]["rejected_by_reason"]
         found = {
-            "preemptions": self._preemptions.look(now, snapshot["preemptions"]),
-            "rejections": self._rejections.look(now, sum(rejected.get(reason, 0) for reason in REFUSED_FOR_ROOM)),
+            "preemptions": self._preemptions.look(now, snapshot["preemptions_by_reason"]["kv_memory"]),
+            "rejections": self._rejections.look(now, sum(rejected.get(reason, 0) for reason in REFUSED)),
             "stall": self._stall.look(now, float(stalled)),
             "late": self._late.look(now, snapshot.get("loop_lag_seconds", 0.0)),
         }

@@ -75,6 +75,7 @@ class Journal:
         self.num_dropped_rows = 0
         self.running, self.waiting = 0, 0
         self._problem: str | None = None if folder is not None else "no folder was opened for it"
+        self._read_problem: str | None = None
         self._store: Store | None = None
         self._rows: deque[Row] = deque()
         self._recent: deque[Row] = deque(maxlen=RECENT_ROWS)
@@ -89,11 +90,11 @@ class Journal:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing outlives the process just now; `None` where all is well."""
+        """Why the disk cannot be written or read just now; `None` where all is well."""
         since = self._writing_since
         if since is not None and trio.current_time() - since > SLOW_SECONDS:
             return f"the disk has not answered for {trio.current_time() - since:.0f} s"
-        return self._problem
+        return self._problem or self._read_problem
 
     def stats(self) -> dict[str, Any]:
         """How it is with the history, for `/ops/stats.json`."""
@@ -111,9 +112,15 @@ class Journal:
         self._bound()
 
     def recent(self, seconds: int) -> list[Row]:
-        """The rows of the last `seconds`, at most `RECENT_ROWS` of this process; whatever the disk does."""
-        border = int(self.wall()) - seconds
-        return [row for row in self._recent if float(row[0] or 0) > border]
+        """The rows of the last `seconds`, at most `RECENT_ROWS` of this process; whatever disk and wall clock do."""
+        rows: list[Row] = []
+        left = float(seconds)
+        for row in reversed(self._recent):
+            left -= float(row[1] or 0)
+            if left < -0.5:
+                break
+            rows.append(row)
+        return rows[::-1]
 
     def put_event(self, event: Event) -> None:
         """Keep an event, or what is known of it now."""
@@ -196,7 +203,7 @@ class Journal:
             try:
                 return await self._read(lambda: make(read_rows(store.path, rows, question)))
             except StoreError as error:
-                await self._cope(error, store)
+                await self._could_not_read(error, store)
         return await trio.to_thread.run_sync(
             lambda: make(read_rows(None, rows, question)), limiter=self._rememberers, abandon_on_cancel=True
         )
@@ -208,7 +215,9 @@ class Journal:
             StoreError: it does not, or says that it cannot.
         """
         with trio.move_on_after(READ_SECONDS):
-            return await trio.to_thread.run_sync(work, limiter=self._readers, abandon_on_cancel=True)
+            found = await trio.to_thread.run_sync(work, limiter=self._readers, abandon_on_cancel=True)
+            self._read_problem = None
+            return found
         raise StoreError(f"the disk has not answered for {READ_SECONDS:g} s")
 
     async def ask_events(self, start: float, end: float, number: int) -> list[Event]:
@@ -219,7 +228,7 @@ class Journal:
                 found = await self._read(partial(read_events, store.path, start, end, number))
                 kept = {event.event_id: event for event in found}
             except StoreError as error:
-                await self._cope(error, store)
+                await self._could_not_read(error, store)
         kept |= {event.event_id: event for event in self.events if start <= event.time <= end}
         return sorted(kept.values(), key=lambda event: event.time)[-number:]
 
@@ -260,11 +269,15 @@ class Journal:
         if self._store is None:
             assert self._folder is not None
             self._store = self._open(self._folder)
+            # Until now another server may have kept it: its seconds are not written over by those of waiting for it.
+            newest = self._store.newest()
+            batch.rows = [row for row in batch.rows if float(row[0] or 0) > newest]
         if batch:
             self._store.write(batch)
-        if batch.rows and abs(float(batch.rows[-1][0] or 0) - self._pruned) >= PRUNE_SECONDS:
-            self._store.prune()
-            self._pruned = float(batch.rows[-1][0] or 0)
+        newest = float(batch.rows[-1][0] or 0) if batch.rows else self._pruned
+        if abs(newest - self._pruned) >= PRUNE_SECONDS:
+            self._store.prune(newest)
+            self._pruned = newest
 
     def _open_and_load(self) -> Loaded:
         """On a worker thread."""
@@ -276,6 +289,14 @@ class Journal:
             except DamagedError as error:
                 self._set_aside(error, self._store)
         raise StoreError("a new file could not be begun")
+
+    async def _could_not_read(self, error: StoreError, store: Store) -> None:
+        """What is read again is no failure to write; a damaged file is one of both."""
+        if isinstance(error, DamagedError):
+            await self._cope(error, store)
+        elif self._read_problem is None:
+            log.warning("the history cannot be read: %s", error)
+        self._read_problem = str(error)
 
     async def _cope(self, error: StoreError, store: Store | None) -> None:
         """Begin a damaged file anew, with the changes and events that memory holds; of anything else only tell."""

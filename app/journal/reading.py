@@ -10,14 +10,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from app.journal.events import Event
 from app.journal.rows import COLUMNS, merging
-from app.journal.store import HISTORY, MINUTE, SECOND, told
+from app.journal.store import EVENT_COLUMNS, HISTORY, MINUTE, SECOND, make_event, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from app.journal.events import Event
     from app.journal.rows import Row
 
 # Steps between two points, in seconds, so that their borders lie where clocks have theirs.
@@ -70,9 +70,15 @@ def read_rows(path: Path | None, unwritten: Sequence[Row], question: Question) -
         connection.execute("BEGIN")  # what is found below is of one moment
         _add_unwritten(connection, unwritten)
         step = question.step or choose_step(question.start, question.end, question.points)
-        span = MINUTE if step >= MINUTE or _seconds_are_gone(connection, question.start) else SECOND
+        gone = _seconds_are_gone(connection, question.start)
+        span = MINUTE if step >= MINUTE or gone else SECOND
         step = max(step, span)
-        first, last = question.start // step * step, question.end
+        # Where single seconds are no longer kept, a minute is the least that can be told.
+        start = question.start // span * span if gone else question.start
+        first, last = start // step * step, question.end
+        begun: list[Row] = []
+        if first < start:
+            begun, first = _begun_row(connection, span, step, start, last), first + step
         # The point that the oldest unwritten row belongs to, and those behind it.
         (oldest,) = connection.execute("SELECT min(time) FROM temp.unwritten WHERE time >= ?", (first,)).fetchone()
         border = last + 1 if oldest is None else min(last + 1, int(oldest) // step * step)
@@ -83,7 +89,17 @@ def read_rows(path: Path | None, unwritten: Sequence[Row], question: Question) -
         rows = _written_rows(connection, span, step, first, min(border, reach))
         if border <= last and border < reach:
             rows += _mixed_rows(connection, span, step, border, last)
-        return Answer(step, rows[: question.points])
+        return Answer(step, [*begun, *rows][: question.points])
+
+
+def _begun_row(connection: sqlite3.Connection, span: int, step: int, start: int, end: int) -> list[Row]:
+    """The point within which `start` lies, of what comes from there on; of a minute that began before, the seconds."""
+    kept = "SELECT * FROM main.history WHERE span"
+    rows = f"({kept} = 1 AND time >= ?1 AND time < min(?2, ?4) UNION ALL {kept} = ?3 AND time >= ?2 AND time < ?4 "
+    rows += "UNION ALL SELECT * FROM temp.unwritten WHERE time >= ?1 AND time < ?4)"
+    whole, border = -(-start // span) * span, min((start // step + 1) * step, end + 1)
+    statement = merging(rows, "?5") + " GROUP BY 1"
+    return connection.execute(statement, (start, whole, span, border, start // step * step)).fetchall()
 
 
 def _written_rows(connection: sqlite3.Connection, span: int, step: int, start: int, end: int) -> list[Row]:
@@ -111,11 +127,10 @@ def read_events(path: Path, start: float, end: float, number: int) -> list[Event
     """
     with told(), closing(_open(path)) as connection:
         found = connection.execute(
-            'SELECT id, kind, time, text, "end", amount, running, waiting FROM events '
-            "WHERE time >= ? AND time <= ? ORDER BY time DESC LIMIT ?",
+            f"SELECT {EVENT_COLUMNS} FROM events WHERE time >= ? AND time <= ? ORDER BY time DESC LIMIT ?",  # noqa: S608
             (start, end, number),
         ).fetchall()
-    return [Event(*row) for row in reversed(found)]
+    return [make_event(row) for row in reversed(found)]
 
 
 def _open(path: Path | None) -> sqlite3.Connection:

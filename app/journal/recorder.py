@@ -49,19 +49,20 @@ class Recorder:
         journal.put_row(make_row(second, seconds, self._totals, snapshot))
         self._totals, self._looked, self._last_second = count_totals(snapshot), now, second
         word, _, _ = (health.reason or "").partition(":")
-        for kind, spell in self._incidents.look(wall, snapshot, stalled=word == "stalled").items():
-            self._keep(kind, spell)
+        for kind, spell in self._incidents.look(now, snapshot, stalled=word == "stalled").items():
+            self._keep(kind, spell, wall - now)
         if health.reason == IS_ENDING and not self._draining:
             self._draining = True
             journal.note("drain", "The server was asked to end; those who are inside may finish")
 
-    def _keep(self, kind: str, spell: Spell) -> None:
-        event = self._going_on.pop(kind, None)
+    def _keep(self, kind: str, spell: Spell, since_epoch: float) -> None:
+        """Times of a spell are on the telemetry's clock, which nobody sets; `since_epoch` makes them the wall's."""
+        journal, event = self._journal, self._going_on.pop(kind, None)
         if event is None:
-            event = Event(
-                make_id(), kind, spell.began, "", running=self._journal.running, waiting=self._journal.waiting
-            )
-        event = replace(event, text=describe_spell(kind, spell), end=spell.ended, amount=spell.amount or None)
+            began = spell.began + since_epoch
+            event = Event(make_id(), kind, began, "", running=journal.running, waiting=journal.waiting)
+        end = None if spell.ended is None else event.time + spell.ended - spell.began
+        event = replace(event, text=describe_spell(kind, spell), end=end, amount=spell.amount or None)
         if spell.ended is None:
             self._going_on[kind] = event
         self._journal.put_event(event)

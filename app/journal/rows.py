@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from engine.report import REJECTION_REASONS
+from engine.stats import OUT_OF_TIME
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     Value = float | int | None
     Row = tuple[Value, ...]
 
+# What is called refused everywhere: who could have been served at another time, and not who asked for what cannot be.
+REFUSED: Final = tuple([r for r in REJECTION_REASONS if r not in ("context_length_exceeded", "invalid")])
 COUNTS: Final = ("requests", "output_tokens", "prompt_tokens", "rejections", "errors", "aborts", "preemptions")
 LEVELS: Final = (
     "waiting", "running", "kv_usage", "goodput", "attainment_ttft", "attainment_itl", "attainment_e2e", "loop_lag",
@@ -28,17 +33,20 @@ COLUMNS: Final = ("time", "seconds", *COUNTS, *LEVELS, *PEAKS, *PERCENTILES, "ge
 def count_totals(snapshot: Mapping[str, Any]) -> dict[str, int]:
     """The totals since the engine's start of what is counted, under the names of `COUNTS`.
 
-    A request is counted when it has ended, however it did; who was refused is counted apart.
+    A request is counted when it has come to its end, well or not (an error, or no time left); who gave up, or was given
+    up by somebody else, and who was refused are counted apart.
     """
     requests = snapshot["requests"]
-    finished = requests["finished_by_reason"]
+    finished, rejected = requests["finished_by_reason"], requests["rejected_by_reason"]
+    timed_out = sum(sum(requests["aborted_by_cause_and_phase"].get(cause, {}).values()) for cause in OUT_OF_TIME)
+    aborts = finished["abort"] - timed_out
     return {
-        "requests": sum(finished.values()),
+        "requests": sum(finished.values()) - aborts,
         "output_tokens": snapshot["tokens"]["output"],
         "prompt_tokens": snapshot["tokens"]["prompt"],
-        "rejections": sum(requests["rejected_by_reason"].values()),
-        "errors": finished["error"],
-        "aborts": finished["abort"],
+        "rejections": sum(rejected.get(reason, 0) for reason in REFUSED),
+        "errors": finished["error"] + timed_out,
+        "aborts": aborts,
         "preemptions": snapshot["preemptions"],
     }
 

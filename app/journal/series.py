@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from app.audit import timestamp
 from app.journal.rows import COLUMNS, COUNTS, LATENCIES
@@ -83,9 +83,11 @@ def csv_lines(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def summarize(series: dict[str, list[Value]], name: str) -> dict[str, Any]:
-    """The mean, the highest and the last value of a series; `None` where nothing was measured."""
-    known = [value for value in series[name] if value is not None]
-    if not known:
-        return {"mean": None, "max": None, "last": None}
-    return {"mean": sum(known) / len(known), "max": max(known), "last": known[-1]}
+def mean(rows: Iterable[Row], name: str) -> float | None:
+    """The mean of a series over the time for which it is known; `None` where nothing was measured."""
+    place = [*NAMES.values()].index(name)
+    known = [
+        (value, float(row[_INDEX["seconds"]] or 0)) for row in rows if (value := name_values(row)[place]) is not None
+    ]
+    seconds = sum(lasted for _, lasted in known)
+    return sum(value * lasted for value, lasted in known) / seconds if seconds else None

@@ -64,7 +64,7 @@ MIGRATIONS: list[str] = [
     """,
     "ALTER TABLE audit ADD COLUMN effect TEXT;",
 ]
-_EVENT_COLUMNS: Final = 'id, kind, time, text, "end", amount, running, waiting'
+EVENT_COLUMNS: Final = 'id, kind, time, text, "end", amount, running, waiting'
 _ENTRY_COLUMNS: Final = "id, generation, time, who, changes, reason, expires, reverted, effective, effect"
 
 
@@ -95,11 +95,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was found at the start: the last changes and events, and the time of the last row."""
+    """What was found at the start: the last changes and events."""
 
     entries: Sequence[AuditEntry] = ()
     events: Sequence[Event] = ()
-    last_time: float | None = None
 
 
 class Store:
@@ -128,14 +127,22 @@ class Store:
         with told():
             execute = self._connection.execute
             entries = execute(f"SELECT {_ENTRY_COLUMNS} FROM audit ORDER BY number DESC LIMIT {LOADED}").fetchall()  # noqa: S608
-            events = execute(f"SELECT {_EVENT_COLUMNS} FROM events ORDER BY number DESC LIMIT {LOADED}").fetchall()  # noqa: S608
-            (last_time,) = execute("SELECT max(time) FROM history WHERE span = 1").fetchone()
+            events = execute(f"SELECT {EVENT_COLUMNS} FROM events ORDER BY number DESC LIMIT {LOADED}").fetchall()  # noqa: S608
         try:
-            return Loaded(
-                [_entry(row) for row in reversed(entries)], [_event(row) for row in reversed(events)], last_time
-            )
-        except (ValueError, TypeError, AttributeError) as error:
-            raise DamagedError(f"a change or an event is not what was written: {error}") from None
+            changes = [_entry(row) for row in reversed(entries)]
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise DamagedError(f"a change is not what was written: {error}") from None
+        return Loaded(changes, [make_event(row) for row in reversed(events)])
+
+    def newest(self) -> float:
+        """The time of the last second that is kept, in seconds since the epoch; 0 where there is none.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        with told():
+            (time,) = self._connection.execute("SELECT max(time) FROM history WHERE span = 1").fetchone()
+        return time or 0.0
 
     def write(self, batch: Batch) -> None:
         """Write all of it or nothing.
@@ -160,24 +167,28 @@ class Store:
                 [_entry_values(entry) for entry in batch.entries.values()],
             )
             connection.executemany(
-                f"INSERT INTO events ({_EVENT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "  # noqa: S608
+                f"INSERT INTO events ({EVENT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "  # noqa: S608
                 'ON CONFLICT (id) DO UPDATE SET text = excluded.text, "end" = excluded."end", amount = excluded.amount',
                 [tuple(map(_storable, asdict(event).values())) for event in batch.events.values()],
             )
 
-    def prune(self) -> None:
+    def prune(self, now: float) -> None:
         """Let go of what is too old; the file does not shrink, what comes next takes the room.
+
+        Args:
+            now: seconds since the epoch. What is later is of a clock that was ahead, and does not push out what is not.
 
         Raises:
             StoreError: it cannot be written.
         """
         with told(), self._connection as connection:
             for span, kept in KEPT_ROWS.items():
-                connection.execute(
-                    "DELETE FROM history WHERE span = ?1 AND time <= "
-                    "(SELECT time FROM history WHERE span = ?1 ORDER BY time DESC LIMIT 1 OFFSET ?2)",
-                    (span, kept),
-                )
+                for side in ("time <= ?3", "time > ?3"):
+                    connection.execute(
+                        f"DELETE FROM history WHERE span = ?1 AND {side} AND time <= (SELECT time FROM history "  # noqa: S608
+                        f"WHERE span = ?1 AND {side} ORDER BY time DESC LIMIT 1 OFFSET ?2)",
+                        (span, kept, now),
+                    )
             for table, kept in (("audit", KEPT_ENTRIES), ("events", KEPT_EVENTS)):
                 connection.execute(f"DELETE FROM {table} WHERE number <= (SELECT max(number) FROM {table}) - {kept}")  # noqa: S608
 
@@ -293,9 +304,17 @@ def _entry(row: tuple[Any, ...]) -> AuditEntry:
     return AuditEntry(int(generation), time, who, pairs, reason, expires, reverted, known, entry_id, met)
 
 
-def _event(row: tuple[Any, ...]) -> Event:
+def make_event(row: tuple[Any, ...]) -> Event:
+    """A row of `EVENT_COLUMNS` as an event.
+
+    Raises:
+        DamagedError: its times are none.
+    """
     event = Event(*row)
-    for moment in (event.time, event.end):
-        if moment is not None:
-            timestamp(moment)
+    try:
+        for moment in (event.time, event.end):
+            if moment is not None:
+                timestamp(moment)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DamagedError(f"an event is not what was written: {error}") from None
     return event

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from markupsafe import Markup
 
-from app.render import numbers
+from app.render import numbers, words
 from app.render.charts import AXIS_WIDTH, HEIGHT, WIDTH, Chart, Figure, LegendItem, Line, draw_chart, grid_lines
-from app.render.events import chart_marks
 from app.render.svg import axis_svg, nice_ceiling, number, svg, text
 from engine.experience import band_edge
 
@@ -20,22 +19,13 @@ if TYPE_CHECKING:
     from app.render.scene import Scene
     from engine.experience import Course, Quantiles
 
-TITLES: Final = {
-    "ttft": "First token",
-    "itl": "Between tokens",
-    "e2e": "End to end",
-    "queue": "In the queue",
-    "tpot": "Mean per token",
-}
-# Where the time went, from the bottom up.
-SPENT: Final = {"queue": "in the queue", "prefill": "reading", "decode": "writing", "preempted": "seat lost"}
 # A line is not drawn across so many columns without a sample.
 GAP_COLUMNS: Final = 5
 LEVELS: Final = 8
 LEAST_BANDS: Final = 6
 
 
-def latency_figure(scene: Scene, course: Course, name: str) -> Figure:
+def latency_figure(scene: Scene, course: Course, name: str, marks: Sequence[Mark] = ()) -> Figure:
     """One latency: p50, p95 and p99 of each column."""
     promise = scene.promises.get(name)
     target = promise.p95_seconds if promise else None
@@ -46,7 +36,7 @@ def latency_figure(scene: Scene, course: Course, name: str) -> Figure:
         Line("p99", "pale", [q.p99 if q else None for _, q in columns]),
     ]
     positions = [_middle(course, start) for start, _ in columns]
-    title, marks = TITLES[name], chart_marks(scene)
+    title = words.LATENCIES[name]
     chart = Chart(
         title, positions, lines, axis_seconds, span=span_of(course.seconds), band=True, target=target, marks=marks
     )
@@ -54,7 +44,7 @@ def latency_figure(scene: Scene, course: Course, name: str) -> Figure:
     return Figure(title, note, draw_chart(chart), name)
 
 
-def heat_figure(scene: Scene, course: Course) -> Figure:
+def heat_figure(scene: Scene, course: Course, marks: Sequence[Mark] = ()) -> Figure:
     """Gaps between tokens: when, how long, how many."""
     cells = {(start, band): amount for start, bands in course.gaps.items() for band, amount in bands.items()}
     target = scene.promises["itl"].p95_seconds if "itl" in scene.promises else None
@@ -62,16 +52,18 @@ def heat_figure(scene: Scene, course: Course) -> Figure:
     note = "each row a length, each column a time; the darker the more"
     if most:
         note += f", up to {numbers.count(most)} in {numbers.duration(course.width)}"
-    plot = _draw_heat(course, cells, most, target, chart_marks(scene))
+    plot = _draw_heat(course, cells, most, target, marks)
     return Figure("Between tokens, all of them", note, plot, "heat", wide=True)
 
 
-def spent_figure(scene: Scene, course: Course) -> Figure:
+def spent_figure(scene: Scene, course: Course, marks: Sequence[Mark] = ()) -> Figure:
     """Where the time of the requests that ended in each column went, a request."""
     spent = scene.snapshot["spent"]
     note = f"mean of {numbers.plural(spent['requests'], 'request')}" if spent["requests"] else "no request has ended"
-    legend = [LegendItem(name, title, str(numbers.seconds(spent[f"{name}_seconds"]))) for name, title in SPENT.items()]
-    return Figure("Where the time went", note, _draw_spent(course, note, chart_marks(scene)), "spent", legend=legend)
+    legend = [
+        LegendItem(name, title, str(numbers.seconds(spent[f"{name}_seconds"]))) for name, title in words.SPENT.items()
+    ]
+    return Figure("Where the time went", note, _draw_spent(course, note, marks), "spent", legend=legend)
 
 
 def _draw_heat(
@@ -117,12 +109,12 @@ def _band_labels(low: int, high: int, row: float) -> list[str]:
 def _draw_spent(course: Course, note: str, marks: Sequence[Mark]) -> Markup:
     top = nice_ceiling(max((sum(column[1:]) for column in course.spent.values()), default=0.0))
     scale = (HEIGHT - 16) / top
-    paths: dict[str, list[str]] = {name: [] for name in SPENT}
+    paths: dict[str, list[str]] = {name: [] for name in words.SPENT}
     for start, column in course.spent.items():
         left, right = _edges(course, start)
         x, width = number(left * WIDTH), number((right - left) * WIDTH * 0.9)
         base = HEIGHT - 8.0
-        for name in SPENT:
+        for name in words.SPENT:
             height = getattr(column, name) * scale
             if height >= 0.05:
                 paths[name].append(f"M{x} {number(base)}v-{number(height)}h{width}v{number(height)}Z")

@@ -15,19 +15,6 @@ if TYPE_CHECKING:
     from app.render.scene import Scene
 
 SHOWN: Final = 8
-# What is drawn as trouble; the rest is what an operator did.
-TROUBLE: Final = ("preemptions", "rejections", "stall", "late")
-TITLES: Final = {
-    "start": "Start",
-    "stop": "Stop",
-    "drain": "Drain",
-    "config": "Settings",
-    "revert": "Revert",
-    "preemptions": "Preemptions",
-    "rejections": "Refusals",
-    "stall": "Stall",
-    "late": "Late",
-}
 
 
 def event_variables(scene: Scene) -> dict[str, Any]:
@@ -40,9 +27,9 @@ def event_rows(events: Iterable[Event]) -> list[dict[str, Any]]:
     return [
         {
             "kind": event.kind,
-            "title": TITLES[event.kind],
-            "level": "warn" if event.kind in TROUBLE else "",
-            "time": clock(event.time),
+            "title": event.title,
+            "level": event.level,
+            "time": numbers.clock(event.time),
             "time_iso": datetime.fromtimestamp(event.time, UTC).isoformat(timespec="seconds"),
             "text": event.text,
             "requests": f"{event.running} running, {event.waiting} waiting",
@@ -56,13 +43,7 @@ def chart_marks(scene: Scene) -> list[Mark]:
     """The events of the time that the live charts show."""
     span = scene.history.span_seconds
     return [
-        Mark(1 - (scene.wall - event.time) / span, event.kind, f"{clock(event.time)} · {event.text}")
+        Mark(1 - (scene.wall - event.time) / span, event.kind, f"{numbers.clock(event.time)} · {event.text}")
         for event in scene.events
         if scene.wall - span <= event.time <= scene.wall
     ]
-
-
-def clock(seconds: float) -> str:
-    """`31 Jan 12:00:00 UTC`."""
-    moment = datetime.fromtimestamp(seconds, UTC)
-    return f"{moment.day} {moment:%b %H:%M:%S} UTC"

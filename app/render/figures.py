@@ -12,13 +12,6 @@ if TYPE_CHECKING:
 
     from app.render.scene import Scene
 
-LATENCIES = {
-    "ttft": "First token",
-    "itl": "Between tokens",
-    "tpot": "Mean per token",
-    "e2e": "End to end",
-    "queue": "In the queue",
-}
 # A percentile means little on few samples; below these numbers it is shown pale.
 RECENT_STEPS = 20
 ENOUGH = {"p50": 20, "p95": 300, "p99": 1000}
@@ -45,7 +38,7 @@ def latency_tables(scene: Scene) -> list[dict[str, Any]]:
 
 def _latency_table(title: str, met: Mapping[str, Any]) -> dict[str, Any]:
     slo, rows = met["slo"], []
-    for name, latency_title in LATENCIES.items():
+    for name, latency_title in words.LATENCIES.items():
         latency = met["latency"][name]
         target = slo["targets"].get(f"{name}_p95_seconds")
         share = slo["attainment"].get(f"{name}_p95_seconds")
@@ -82,14 +75,20 @@ def count_groups(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Totals since the start, in groups of (name, number, level, key of the glossary)."""
     requests = snapshot["requests"]
     finished, rejected = requests["finished_by_reason"], requests["rejected_by_reason"]
-    computed, preemptions = snapshot["step"]["tokens"], snapshot["preemptions"]
+    computed, lost = snapshot["step"]["tokens"], snapshot["preemptions_by_reason"]
+    made, right = (snapshot["speculation"][name] for name in ("draft_tokens", "accepted_tokens"))
     again = snapshot["recomputed_tokens"] / computed if computed else None
     useful = [
         ("useful rows", str(numbers.percent(snapshot["useful_row_share"])), "", "useful"),
         ("computed again", str(numbers.percent(again)), "", "recomputed"),
         ("tokens of padding", numbers.count(snapshot["padding"]["tokens"]), "", "useful"),
         ("KV never written", str(numbers.percent(wasted(snapshot))), "", "waste"),
-        ("preemptions", numbers.count(preemptions), "warn" if preemptions else "", "recomputed"),
+        *(
+            [("guessed tokens right", f"{numbers.count(right)} of {numbers.count(made)}", "", "guesses")]
+            if made
+            else []
+        ),
+        *[_count(words.PREEMPTED, reason, n, alarms=("kv_memory",), about="lost") for reason, n in lost.items()],
     ]
     return [
         {"title": "Busy now", "rows": _busy(snapshot)},
@@ -116,5 +115,7 @@ def _busy(snapshot: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _count(names: Mapping[str, str], key: str, number: int, *, alarms: tuple[str, ...]) -> tuple[str, str, str, str]:
-    return words.word(names, key), numbers.count(number), "warn" if number and key in alarms else "", "requests"
+def _count(
+    names: Mapping[str, str], key: str, number: int, *, alarms: tuple[str, ...], about: str = "requests"
+) -> tuple[str, str, str, str]:
+    return words.word(names, key), numbers.count(number), "warn" if number and key in alarms else "", about

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from app.journal.series import make_series, summarize
+from app.journal.series import make_series, mean
 from app.render import numbers
-from app.render.events import clock, event_rows
+from app.render.events import event_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -56,21 +56,21 @@ def history_variables(answer: Answer, events: Sequence[Event], start: int, end: 
     """What the page shows: a summary, a table of a few rows, and the events."""
     series = make_series(answer)
     return {
-        "summary": [_summary(shown, series) for shown in SUMMARY],
+        "summary": [_summary(shown, answer, series) for shown in SUMMARY],
         "counted": [(title, numbers.count(_sum(series[name]))) for name, title in COUNTED.items()],
         "columns": [shown.title for shown in COLUMNS],
         "rows": list(_rows(series)),
         "step": numbers.duration(answer.step),
         "events": event_rows(reversed(events)),
-        "start_clock": clock(start),
-        "end_clock": clock(end),
+        "start_clock": numbers.clock(start),
+        "end_clock": numbers.clock(end),
     }
 
 
-def _summary(shown: Shown, series: dict[str, list[Value]]) -> tuple[str, str, str]:
-    mean, highest = summarize(series, shown.name)["mean"], summarize(series, shown.peak)["max"]
+def _summary(shown: Shown, answer: Answer, series: dict[str, list[Value]]) -> tuple[str, str, str]:
+    highest = max((value for value in series[shown.peak] if value is not None), default=None)
     # A percentile is never averaged.
-    typical = numbers.MISSING if "_p95_" in shown.name else str(shown.word(mean))
+    typical = numbers.MISSING if "_p95_" in shown.name else str(shown.word(mean(answer.rows, shown.name)))
     return shown.title, typical, str(shown.word(highest))
 
 
@@ -82,4 +82,4 @@ def _rows(series: dict[str, list[Value]]) -> Iterable[dict[str, Any]]:
     for index, time in enumerate(series["time"]):
         gap = series["requests_per_second"][index] is None
         cells = [str(shown.word(series[shown.peak][index])) for shown in COLUMNS]
-        yield {"time": clock(float(time or 0)), "gap": gap, "cells": cells}
+        yield {"time": numbers.clock(float(time or 0)), "gap": gap, "cells": cells}

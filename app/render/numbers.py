@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 MISSING = "\N{EM DASH}"
@@ -89,3 +90,9 @@ def age(value: float) -> str:
 def plural(number: int, one: str, many: str | None = None) -> str:
     """`1 request`, `2 requests`."""
     return f"{count(number)} {one if number == 1 else many or one + 's'}"
+
+
+def clock(time: float) -> str:
+    """Seconds since the epoch as `31 Jan 12:00:00 UTC`."""
+    moment = datetime.fromtimestamp(time, UTC)
+    return f"{moment.day} {moment:%b %H:%M:%S} UTC"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from app.config import keys
@@ -62,7 +62,7 @@ def admin_variables(config: Mapping[str, Any], limits: Limits, now: Situation) -
         "drain_words": drain_words(now),
         "flush_words": flush_words(now),
         "reverts": [
-            {"title": words.word(words.SETTINGS, key), "to": _shown(key, revert["to"]), "at": clock(revert["at"])}
+            {"title": words.word(words.SETTINGS, key), "to": _shown(key, revert["to"]), "at": _clock(revert["at"])}
             for key, revert in config["reverts"].items()
         ],
         "fields": [_field(key, effective[key], config, now_words(key, limits, now)) for key in effective],
@@ -139,12 +139,12 @@ def list_history(effective: Mapping[str, Any], generation: int, entries: Sequenc
             "generation": entry.generation,
             "entry": entry,
             "current": not rows,
-            "time": clock(entry.time),
+            "time": _clock(entry.time),
             "time_iso": entry.time,
             "who": entry.who,
             "reason": entry.reason,
-            "expires": clock(entry.expires) if entry.expires else None,
-            "reverted": clock(entry.reverted) if entry.reverted else None,
+            "expires": _clock(entry.expires) if entry.expires else None,
+            "reverted": _clock(entry.reverted) if entry.reverted else None,
             "changes": list_changes(entry.changes),
             "values": dict(values),
             "effect": None,
@@ -188,7 +188,7 @@ def effect_view(told: Mapping[str, Any] | None) -> dict[str, Any] | None:
     ]
     return {
         "state": told["state"],
-        "at": clock(told["at"]) if told["at"] else None,
+        "at": _clock(told["at"]) if told["at"] else None,
         "window": numbers.duration(told["window_seconds"]),
         "rows": _effect_rows(told["before"], told["after"]) if told["before"] else [],
         "others": others,
@@ -198,14 +198,18 @@ def effect_view(told: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _effect_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    for name, title in (("ttft", "First token"), ("itl", "Between tokens")):
+    for name in ("ttft", "itl"):
         for p in ("p50", "p95"):
             sides = [str(numbers.seconds(side[name][p])) for side in (before, after)]
             rows.append(
-                _row(f"{title} {p}", *sides, few=[side[name]["count"] < FEW_SAMPLES for side in (before, after)])
+                _row(
+                    f"{words.LATENCIES[name]} {p}",
+                    *sides,
+                    few=[side[name]["count"] < FEW_SAMPLES for side in (before, after)],
+                )
             )
         rows.append(_row("samples", *[numbers.count(side[name]["count"]) for side in (before, after)], small=True))
-    for name, title in (("ttft", "First token within target"), ("itl", "Gaps within target")):
+    for name, title in (("ttft", "Requests within, first token"), ("itl", "Requests within, gaps")):
         shares = [side["attainment"][f"{name}_p95_seconds"] for side in (before, after)]
         rows.append(_row(title, *[str(numbers.percent(share)) for share in shares]))
     for name, title in (
@@ -230,7 +234,5 @@ def _shown(key: str, value: Any) -> Any:
     return ABSENT.get(key, value) if value == 0 and not isinstance(value, bool) else value
 
 
-def clock(iso: str) -> str:
-    """A time for people."""
-    moment = datetime.fromisoformat(iso).astimezone(UTC)
-    return f"{moment.day} {moment:%b %H:%M:%S} UTC"
+def _clock(iso: str) -> str:
+    return numbers.clock(datetime.fromisoformat(iso).timestamp())

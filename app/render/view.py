@@ -71,10 +71,10 @@ def charts_of(scene: Scene) -> list[Figure]:
     used = Line("used", "strong", [p.kv_used for p in points])
     blocks = f"blocks used, pale with cached, of {numbers.count(total)}"
     return [
-        *[latency_figure(scene, course, name) for name in ("ttft", "itl", "e2e")],
-        heat_figure(scene, course),
-        spent_figure(scene, course),
-        *[latency_figure(scene, course, name) for name in ("queue", "tpot")],
+        *[latency_figure(scene, course, name, marks) for name in ("ttft", "itl", "e2e")],
+        heat_figure(scene, course, marks),
+        spent_figure(scene, course, marks),
+        *[latency_figure(scene, course, name, marks) for name in ("queue", "tpot")],
         levels("output", "Output", "tokens/s", [output]),
         levels("waiting", "Requests", "waiting, pale running", [running, waiting]),
         levels("kv", "KV memory", blocks, [cached, used], float(total)),

@@ -12,10 +12,10 @@ WAITING = {
     "kv_memory": "no free KV memory",
     "token_budget": "token budget used up",
     "policy": "next batch",
-    "draining": "policy is being changed",
+    "switching": "policy is being changed",
     "shared_prompt": "prompt is read for another choice",
 }
-FINISHED = {"stop": "came to an end", "length": "longest answer", "abort": "aborted", "error": "failed"}
+FINISHED = {"stop": "came to an end", "length": "cut at its limit", "abort": "aborted", "error": "failed"}
 ABORTED = {
     "client": "its client left",
     "timeout": "out of time",
@@ -25,6 +25,7 @@ ABORTED = {
     "admin": "by an operator",
     "error": "another part of it failed",
 }
+PREEMPTED = {"kv_memory": "preempted, no KV memory", "better_right": "preempted for a better right"}
 PHASES = {
     "queued": "waits for a seat",
     "preempted": "preempted, waits again",
@@ -43,6 +44,32 @@ REJECTED = {
     "draining": "taking nothing new",
     "unavailable": "not possible now",
     "invalid": "not valid, at the engine",
+}
+EVENTS = {
+    "start": "Start",
+    "stop": "Stop",
+    "drain": "Drain",
+    "config": "Settings",
+    "revert": "Revert",
+    "preemptions": "Preemptions",
+    "rejections": "Refusals",
+    "stall": "Stall",
+    "late": "Late",
+    "fault": "Fault",
+    "integrity": "Integrity",
+}
+LATENCIES = {
+    "ttft": "First token",
+    "itl": "Between tokens",
+    "tpot": "Mean per token",
+    "e2e": "End to end",
+    "queue": "In the queue",
+}
+SPENT = {
+    "queue": "waiting for a seat",
+    "prefill": "reading the prompt",
+    "decode": "writing the answer",
+    "preempted": "waiting for a lost seat",
 }
 SETTINGS = {
     "policy": "Batching",

@@ -79,7 +79,7 @@ export class Progress {
       list.push(plural(this.usage.prompt_tokens, "prompt token") + (cached ? `, ${cached} from the cache` : ""));
     }
     if (stopped) list.push(this.first === null ? "stopped before the first token" : `stopped after ${seconds(performance.now() - this.begun)}`);
-    if (this.finish === "length") list.push("cut at the longest answer");
+    if (this.finish === "length") list.push("cut at its limit");
     else if (this.finish && this.finish !== "stop") list.push(`ended by ${this.finish}`);
     return list;
   }
@@ -101,11 +101,11 @@ export function refusal(status, error, wait) {
   const soon = wait ? ` in about ${wait} s` : " in a moment";
   switch (error.code) {
     case "queue_full":
-      return { words: `The server is full: ${error.depth ?? "many"} wait already and it takes no more for now. Your message is kept; try again${soon}.`, again: true };
+      return { words: `The server is full and takes no more for now. Your message is kept; try again${soon}.`, again: true };
     case "rate_limit_exceeded":
       return { words: `Your key has had what it may have for now. Your message is kept; try again${soon}.`, again: true };
     case "draining":
-      return { words: "The server is shutting down and takes nothing new. Your message is kept; try again when it is back.", again: true };
+      return { words: `${error.message} Your message is kept; try again later.`, again: true };
     case "context_length_exceeded":
       return {
         words: "This conversation has become longer than the model can read" +

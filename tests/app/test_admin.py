@@ -218,6 +218,16 @@ async def test_a_batch_shrinks_with_its_seats_so_that_every_state_can_be_gone_ba
         assert live.view()["effective"] == lowered
 
 
+async def test_a_batch_that_comes_back_fits_the_seats_there_are_then(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_live() as (live, _):
+        await live.apply({"max_num_seqs": 8, "dynamic_preferred_size": 8}, who="me")
+        await live.apply({"dynamic_preferred_size": 2, "ttl_seconds": 60}, who="me")
+        await live.apply({"max_num_seqs": 4}, who="me")
+        await trio.sleep(61)
+        effective = live.view()["effective"]
+        assert (effective["max_num_seqs"], effective["dynamic_preferred_size"]) == (4, 4)
+
+
 async def test_a_policy_is_switched_after_those_who_run() -> None:
     async with open_server(limits={"max_num_seqs": 1}, step_seconds=0.02) as server, trio.open_nursery() as nursery:
 
@@ -234,7 +244,7 @@ async def test_a_policy_is_switched_after_those_who_run() -> None:
         assert answer.json()["pending_drain"] == {"policy": 1}
         while not server.engine.num_waiting:
             await trio.sleep(0.001)
-        assert (await server.stats())["requests"]["waiting_by_reason"] == {"draining": 1}
+        assert (await server.stats())["requests"]["waiting_by_reason"] == {"switching": 1}
         await server.settle()
         assert (await server.client.get("/admin/config")).json()["pending_drain"] == {}
         assert (await server.stats())["config"]["policy"] == "static"

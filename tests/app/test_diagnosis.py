@@ -11,17 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.diagnosis import ENOUGH_SAMPLES, Finding, diagnose
+from app.history import History
+from app.journal.rows import REFUSED
 from engine.config import NO_TARGETS, Limits, SloTargets
+from engine.engine import IS_DRAINING, IS_ENDING
 from engine.experience import all_experience
+from engine.report import PREEMPTION_REASONS
 from engine.stats import RequestTimes, Stats
 from tests.fake_snapshot import FakeEngine
 
-QUIET = {"seconds": 300, "refused": 0, "preemptions": 0, "recomputed_tokens": 0, "evictions": 0}
+QUIET = History(300).recent()
 
 
 def house(**changes: Any) -> dict[str, Any]:
     """Sixteen seats, four of them taken, all promises kept."""
-    snapshot = FakeEngine("idle", seats=16, budget=128).snapshot() | {"recent": dict(QUIET)}
+    snapshot = FakeEngine("idle", seats=16, budget=128).snapshot() | {"recent": deepcopy(QUIET)}
     snapshot["requests"] |= {"running": 4, "waiting": 0}
     snapshot["step"]["seconds_p50"] = 0.1
     for name, value in changes.items():
@@ -39,7 +43,12 @@ def meets(snapshot: dict[str, Any], *, samples: int = 100, background: bool = Fa
 
 
 def waits(number: int, reason: str) -> dict[str, Any]:
-    return {"running": 16, "waiting": number, "waiting_by_reason": {reason: number}}
+    places = {"interactive": {"running": 16, "waiting": number}, "background": {"running": 0, "waiting": 0}}
+    return {"running": 16, "waiting": number, "waiting_by_reason": {reason: number}, "by_class": places}
+
+
+def refused(**reasons: int) -> dict[str, Any]:
+    return {"refused": sum(reasons.values()), "refused_by_reason": reasons}
 
 
 def found(snapshot: dict[str, Any], *, most_seats: int = 64) -> list[Finding]:
@@ -54,7 +63,7 @@ def words(finding: Finding) -> str:
 def test_all_is_well_says_what_was_promised_and_met() -> None:
     (finding,) = found(meets(house(), ttft=0.4, itl=0.06))
     assert finding.level == "good"
-    met = "first token p95 400 ms of 2.00 s; time between tokens p95 60 ms of 250 ms"
+    met = "first token p95 400 ms of 2.00 s; between tokens p95 60 ms of 250 ms"
     assert words(finding).startswith(f"All is well: 4 requests run, nobody waits; {met}")
 
 
@@ -97,7 +106,7 @@ def test_seats_are_not_recommended_where_they_do_not_help(
         ("kv_memory", {"admission": "on_demand"}, None),
         ("token_budget", {}, "max_num_batched_tokens"),
         ("policy", {"policy": "static"}, "policy"),
-        ("draining", {}, None),
+        ("switching", {}, None),
         ("shared_prompt", {}, None),
     ],
 )
@@ -126,8 +135,12 @@ def test_late_tokens_are_put_down_to_what_makes_them_late() -> None:
     assert (finding.setting, "Lower the seats (16 now)" in finding.help) == ("max_num_seqs", True)
     late["requests"]["running"] = 1
     assert "for one alone" in found(late)[0].why
-    late["recent"]["preemptions"] = 3
-    assert "3 times a request lost its seat" in found(late)[0].why
+    late["recent"]["preemptions_by_reason"]["better_right"] = 3
+    (finding,) = found(late)
+    assert "3 times a request lost its seat to one with a better right" in finding.why
+    assert "With more seats" in finding.help
+    late["recent"]["preemptions_by_reason"]["kv_memory"] = 4
+    assert "4 times a request lost its seat for want of KV memory" in found(late)[0].why
 
 
 def test_late_answers_say_where_the_time_goes() -> None:
@@ -157,7 +170,8 @@ def test_few_samples_and_a_quiet_house_alarm_less() -> None:
 @pytest.mark.parametrize(
     ("reason", "level", "what"),
     [
-        ("draining: finishing what runs", "warn", "The server is draining"),
+        (IS_ENDING, "warn", "The server is draining"),
+        (IS_DRAINING, "warn", "The server is draining"),
         ("stalled: a step has been running for 31 s", "bad", "The engine is stalled"),
         ("loading: the model is read", "bad", "The server is not ready: loading"),
         (None, "bad", "The server is not ready: not ready"),
@@ -169,38 +183,83 @@ def test_the_state_comes_first(reason: str | None, level: str, what: str) -> Non
     assert (first.level, first.what, second.level) == (level, what, "bad")
 
 
+def test_a_drain_of_an_operator_is_ended_by_one() -> None:
+    for reason, help_, setting in (
+        (IS_ENDING, "It ends by itself.", None),
+        (IS_DRAINING, "Admit again when it is to serve.", "draining"),
+    ):
+        finding = diagnose(house(), ready=False, reason=reason, most_seats=64)[0]
+        assert (finding.help, finding.setting) == (help_, setting)
+
+
 def test_what_has_one_cause_is_helped_once() -> None:
-    full = house(requests=waits(40, "seats"), recent={"refused": 9}, kv={"usage": 0.1})
+    full = house(
+        requests=waits(40, "seats"), recent=refused(queue_full=9), kv={"usage": 0.1}, config={"max_waiting": 40}
+    )
     findings = found(meets(full, ttft=9.0, queue=8.0))
     assert [finding.level for finding in findings] == ["bad", "bad", "warn"]
-    assert findings[0].what.startswith("9 requests refused")
+    assert findings[0].what == "9 requests refused in 5\N{NO-BREAK SPACE}min, and the queue is full"
     assert [finding.setting for finding in findings] == ["max_num_seqs", None, None]
-    assert {finding.why for finding in findings[1:]} == {"for the same reason"}
+    assert {finding.why for finding in findings} == {"40 wait for a seat"}
+
+
+def test_a_queue_that_is_not_full_any_more_is_not_said_to_be() -> None:
+    (finding,) = found(house(requests=waits(1, "seats"), recent=refused(queue_full=30)))
+    assert (finding.level, finding.why) == ("warn", "the queue was full; 0.4\N{NO-BREAK SPACE}% of it is taken now")
+
+
+def test_each_reason_of_a_refusal_is_told_by_its_name() -> None:
+    told = [words(finding) for finding in found(house(recent=refused(rate_limited=100, draining=2)))]
+    assert told == [
+        "100 requests refused in 5 min: over the limit of its key. ",
+        "2 requests refused in 5 min: taking nothing new. ",
+    ]
+
+
+def test_who_ran_out_of_time_is_no_error_but_waited_too_long() -> None:
+    stats = Stats(SloTargets(None, None, None))
+    for number in range(9):
+        stats.record_finish(RequestTimes(number), 50.0, "abort", "timeout")
+    late = house(requests=waits(14, "seats"), kv={"usage": 0.1}) | all_experience(stats, 50.0, 300)
+    (finding,) = found(late)
+    assert (finding.what.startswith("9 requests ran out of time"), finding.setting) == (True, "max_num_seqs")
+    quiet = house() | all_experience(stats, 50.0, 300)
+    assert "nobody waits now" in found(quiet)[0].why
+
+
+def test_seats_that_were_yielded_are_no_want_of_memory() -> None:
+    lost = {"preemptions": 5, "preemptions_by_reason": {"kv_memory": 0, "better_right": 5}}
+    assert [finding.what for finding in found(house(recent=lost))] == ["All is well"]
 
 
 def test_failures_waste_and_a_late_loop_are_told() -> None:
-    troubled = house(ended={"failed": 2}, useful_row_share=0.5, loop_lag_seconds=0.4, recent={"preemptions": 1})
+    recent = {"preemptions_by_reason": {"kv_memory": 1, "better_right": 0}, "rows": {"computed": 400, "useful": 200}}
+    troubled = house(ended={"failed": 2}, loop_lag_seconds=0.4, recent=recent)
     told = " | ".join(words(finding) for finding in found(troubled))
     assert "2 requests failed in 5 min" in told
-    assert "Only 50 % of what is computed" in told
+    assert "Only 50 % of what was computed in 5 min" in told
     assert "The event loop is 400 ms late" in told
     assert "1 preemption in 5 min" in told
-    static = house(useful_row_share=0.5, config={"policy": "static"})
-    assert found(static)[0].setting == "policy"
+    static = house(recent=recent, config={"policy": "static"})
+    assert "policy" in [finding.setting for finding in found(static)]
+    assert found(house(useful_row_share=0.5))[0].level == "good", "what was long ago is over"
 
 
 @given(st.data())
 def test_every_house_is_told_something_and_only_of_live_settings(data: st.DataObject) -> None:
     draw = data.draw
-    reasons = ("seats", "token_budget", "kv_memory", "policy", "draining", "shared_prompt")
+    reasons = ("seats", "token_budget", "kv_memory", "policy", "switching", "shared_prompt")
     waiting = draw(st.dictionaries(st.sampled_from(reasons), st.integers(1, 50)))
     snapshot = house(
         requests={
             "running": draw(st.integers(0, 40)), "waiting": sum(waiting.values()), "waiting_by_reason": waiting,
         },
         kv={"usage": draw(st.floats(0, 1))},
-        recent={"refused": draw(st.integers(0, 3)), "preemptions": draw(st.integers(0, 3))},
-        useful_row_share=draw(st.none() | st.floats(0, 1)),
+        recent={
+            "refused_by_reason": {reason: draw(st.integers(0, 3)) for reason in REFUSED},
+            "preemptions_by_reason": {reason: draw(st.integers(0, 3)) for reason in PREEMPTION_REASONS},
+            "rows": {"computed": 1000, "useful": draw(st.integers(0, 1000))},
+        },
         loop_lag_seconds=draw(st.floats(0, 1)),
     )  # fmt: skip
     names = draw(st.sets(st.sampled_from(("ttft", "itl", "e2e", "queue"))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.engine import Engine
+    from engine.handle import Handle
 
 T0 = 1_700_000_000.0
 
@@ -50,6 +52,11 @@ async def serve(engine: Engine, index: int) -> None:
         request = GenerationRequest(f"{index}-{number}", TextPrompt("hello"), SamplingParams(max_tokens=10))
         async for _ in read_deltas(engine.submit(request)):
             pass
+
+
+async def read_all(handle: Handle) -> None:
+    async for _ in read_deltas(handle):
+        pass
 
 
 def told(journal: Journal, watch: EffectWatch) -> list[Any]:
@@ -90,6 +97,25 @@ async def test_a_change_is_told_after_a_minute_and_for_good_after_five(autojump_
         assert not watch.follows(journal.audit.entries[0].entry_id)
         assert [event.kind for event in journal.events] == ["config"], "what came of it is no change of its own"
         nursery.cancel_scope.cancel()
+
+
+async def test_a_change_of_policy_is_measured_from_when_it_holds(autojump_clock: object) -> None:
+    async with open_watched(max_num_seqs=1) as (engine, live, watch, journal), trio.open_nursery() as nursery:
+        request = GenerationRequest("long", TextPrompt("hello"), SamplingParams(max_tokens=100))
+        nursery.start_soon(read_all, engine.submit(request))
+        await trio.sleep(5)
+        await live.apply({"policy": "static"}, who="me")
+        assert [(effect["state"], effect["at"]) for effect in told(journal, watch)] == [("switching", None)]
+        await trio.sleep(30)
+        assert told(journal, watch)[0]["state"] == "switching"
+        await trio.sleep(20)
+        (early,) = told(journal, watch)
+        assert early["state"] == "early"
+        assert datetime.fromisoformat(early["at"]).timestamp() == pytest.approx(T0 + 110, abs=3)
+        await trio.sleep(62)
+        (minute,) = told(journal, watch)
+        assert minute["state"] == "minute"
+        assert minute["after"]["output_tokens_per_second"] < 0.1, "what ran under the old one is not counted"
 
 
 async def test_a_silent_server_tells_of_no_latency_and_no_rate_that_was_not(autojump_clock: object) -> None:
@@ -134,7 +160,7 @@ def entry(generation: int, at: float, effect: dict[str, Any] | None = None) -> A
 def side(**values: Any) -> dict[str, Any]:
     latency = {name: {"count": 0, "p50": None, "p95": None} for name in ("ttft", "itl")}
     experience = {
-        "ended": {"finished": 3, "failed": 1},
+        "ended": {"finished": 3, "failed": 1, "timed_out": 0},
         "latency": latency,
         "slo": {"attainment": {"ttft_p95_seconds": None, "itl_p95_seconds": None}},
     }

@@ -150,7 +150,7 @@ async def test_all_that_is_asked_for_is_there() -> None:
             for label, sign, value in matchers:
                 assert label in known, f"{where}: {metric} has no label {label}"
                 if label not in TARGET_LABELS:
-                    wanted = value.split("|") if sign == "=~" else [value]
+                    wanted = value.split("|") if sign in ("=~", "!~") else [value]
                     assert set(wanted) <= there[metric][label], f"{where}: no {metric} with {label} {sign} {value}"
         for label in grouped - TARGET_LABELS:
             assert any(label in there[metric] for metric, _ in selectors), f"{where}: nothing has {label}"

@@ -63,12 +63,12 @@ def test_a_state_that_flickers_is_one_time_and_tells_the_worst() -> None:
 
 def test_who_asks_for_what_cannot_be_is_no_crowd_of_refusals() -> None:
     rules = Incidents()
-    snapshot: dict[str, Any] = {"preemptions": 0, "requests": {"rejected_by_reason": {"invalid": 0, "queue_full": 0}}}
+    lost, rejected = {"kv_memory": 0, "better_right": 0}, {"invalid": 0, "queue_full": 0}
+    snapshot: dict[str, Any] = {"preemptions_by_reason": lost, "requests": {"rejected_by_reason": rejected}}
     assert rules.look(0.0, snapshot, stalled=False) == {}
-    snapshot["requests"]["rejected_by_reason"]["invalid"] = 1000
+    rejected["invalid"], lost["better_right"] = 1000, 1000
     assert rules.look(1.0, snapshot, stalled=False) == {}
-    snapshot["requests"]["rejected_by_reason"]["queue_full"] = 5
-    snapshot["preemptions"] = 10
+    rejected["queue_full"], lost["kv_memory"] = 5, 10
     snapshot["loop_lag_seconds"] = 2.5
     found = rules.look(2.0, snapshot, stalled=True)
     assert set(found) == {"rejections", "preemptions", "stall", "late"}
@@ -149,6 +149,35 @@ async def test_an_overload_a_stall_and_a_drain_are_events() -> None:
     assert [kind for kind, _ in watch.events[before:]] == ["stall", "drain"]
     (event,) = [event for event in watch.journal.events if event.kind == "drain"]
     assert (event.running, event.waiting) == (2, 40)
+
+
+async def test_a_clock_that_is_set_back_neither_prolongs_a_stall_nor_makes_a_crowd() -> None:
+    watch = Watch()
+    watch.look(reason="stalled: a step has been running for 9 s")
+    (begun,) = watch.journal.events
+    watch.wall -= 3600
+    watch.look()
+    (over,) = watch.journal.events
+    assert over.end is not None
+    assert over.end - begun.time == pytest.approx(1.0)
+    for number in range(30):
+        if number == 15:
+            watch.wall -= 3600
+        watch.engine.preempted_total += 1
+        watch.look(10.0)
+    assert [kind for kind, _ in watch.events] == ["stall"], "one every ten seconds is no crowd"
+
+
+async def test_who_gave_up_has_not_come_to_an_end_and_who_ran_out_of_time_has_failed() -> None:
+    watch = Watch()
+    aborted = {"client": {"decode": 5}, "timeout": {"queued": 2, "decode": 1}}
+    requests = watch.engine.snapshot()["requests"] | {
+        "finished_by_reason": {"stop": 4, "length": 1, "abort": 8, "error": 1}, "aborted_by_cause_and_phase": aborted,
+        "rejected_by_reason": {"queue_full": 3, "rate_limited": 2, "draining": 1, "invalid": 7},
+    }  # fmt: skip
+    watch.look(requests=requests)
+    (seen,) = watch.rows
+    assert [seen[name] for name in ("requests", "errors", "aborts", "rejections")] == [9, 4, 5, 6]
 
 
 async def test_the_last_events_are_kept_and_told_anew_in_their_place() -> None:

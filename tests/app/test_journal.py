@@ -21,8 +21,9 @@ from app.journal.events import Event
 from app.journal.journal import MAX_UNWRITTEN_ROWS, Journal, open_journal
 from app.journal.reading import Question, choose_step, read_rows
 from app.journal.rows import COLUMNS, COUNTS, LEVELS, PEAKS, PERCENTILES
-from app.journal.series import make_series
+from app.journal.series import make_series, mean
 from app.journal.store import DAMAGED_NAME, FILE_NAME, Batch, Store, StoreError, open_store
+from app.render.events import event_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,11 +89,29 @@ def test_each_second_is_in_one_point_and_no_point_outside_of_what_was_asked(
     question = Question(T0 + start, T0 + end, points)
     step = choose_step(question.start, question.end, points)
     whole = read_rows(None, rows, question)
-    first = question.start // step * step
-    wanted = [r for r in rows if first <= int(r[0] or 0) <= question.end]
+    wanted = [r for r in rows if question.start <= int(r[0] or 0) <= question.end]
     assert sum(named(r)["output_tokens"] for r in whole.rows) == sum(named(r)["output_tokens"] for r in wanted)
     assert len(whole.rows) <= points
     assert [r[0] for r in whole.rows] == sorted({int(r[0] or 0) // step * step for r in wanted})
+
+
+@pytest.mark.parametrize("written", [0, 900, 1000])
+@pytest.mark.parametrize(("step", "start"), [(1, 17), (10, 17), (60, 17), (60, 60), (300, 317), (300, 340)])
+def test_nothing_is_counted_of_before_the_start(tmp_path: Path, written: int, step: int, start: int) -> None:
+    rows = [row(T0 + n, output_tokens=1) for n in range(1000)]
+    store = open_store(tmp_path)
+    store.write(Batch(rows=rows[:written]))
+    answer = read_rows(store.path, rows[written:], Question(T0 + start, T0 + 999, 2000, step))
+    assert sum(named(r)["output_tokens"] for r in answer.rows) == 1000 - start
+    assert [r[0] for r in answer.rows] == sorted({(T0 + n) // step * step for n in range(start, 1000)})
+    store.close()
+
+
+def test_a_mean_is_of_the_time_and_not_of_the_points() -> None:
+    rows = [row(T0, seconds=3600.0, output_tokens=360_000, waiting=5.0), row(T0 + 3600, seconds=20.0, waiting=None)]
+    assert mean(rows, "output_tokens_per_second") == pytest.approx(360_000 / 3620)
+    assert mean(rows, "waiting") == 5.0, "over the time for which it is known"
+    assert mean(rows, "ttft_p95_seconds") is None
 
 
 @pytest.mark.parametrize("split", [0, 1, 30, 61, 200])
@@ -132,10 +151,10 @@ def test_old_rows_go_and_those_of_a_clock_set_wrong_do_not_take_the_others_along
     monkeypatch.setattr(store_module, "KEPT_ENTRIES", 3)
     store.write(Batch(rows=[row(T0 + n) for n in range(400)]))
     store.write(Batch(rows=[row(2_500_000_000)], entries={e.entry_id: e for e in (change(n, n) for n in range(5))}))
-    store.prune()
+    store.prune(T0 + 400.0)
     with closing(sqlite3.connect(store.path)) as database:
         counts = dict(database.execute("SELECT span, count(*) FROM history GROUP BY span").fetchall())
-        assert counts == {1: 100, 60: 5}
+        assert counts == {1: 101, 60: 6}, "what comes after the clock's error is not pushed out by it"
         assert database.execute("SELECT max(time) FROM history WHERE time < 2e9").fetchone() == (T0 + 399,)
     assert [entry.generation for entry in store.load().entries] == [2, 3, 4]
 
@@ -221,16 +240,20 @@ async def test_a_second_server_on_the_folder_runs_says_so_and_takes_over(tmp_pat
         second = Journal(tmp_path)
         await second.load()
         assert "belongs to another server" in str(second.problem)
-        second.put_row(row(T0, output_tokens=9))
+        for n in range(10):
+            second.put_row(row(T0 + n, output_tokens=9))
         assert not await second.flush()
-        assert [named(r)["output_tokens"] for r in (await second.ask(Question(T0, T0 + 9, 99))).rows] == [9]
+        assert [named(r)["output_tokens"] for r in (await second.ask(Question(T0, T0 + 9, 99))).rows] == [9] * 10
         assert (await first.ask(Question(T0, T0 + 9, 99))).rows == []
         assert first.problem is None
+        for n in range(8):
+            first.put_row(row(T0 + n, output_tokens=30))
     assert await second.flush()
     assert second.problem is None
     await second.close()
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
-        assert database.execute("SELECT output_tokens FROM history WHERE span = 1").fetchall() == [(9,)]
+        kept = database.execute("SELECT output_tokens FROM history WHERE span = 1").fetchall()
+        assert kept == [(30,)] * 8 + [(9,)] * 2, "what the first one served is not written over"
 
 
 class SickStore(Store):
@@ -316,7 +339,8 @@ async def test_a_damaged_file_is_set_aside_at_the_start(
     "damage",
     [
         "UPDATE audit SET changes = '[1'", "UPDATE audit SET time = 'yesterday'", "UPDATE events SET time = 'then'",
-        "UPDATE audit SET effective = '7'", "DROP TABLE events", "UPDATE audit SET who = CAST(x'ff' AS TEXT)",
+        "UPDATE events SET time = 9e999", "UPDATE audit SET effective = '7'", "DROP TABLE events",
+        "UPDATE audit SET who = CAST(x'ff' AS TEXT)",
     ],
 )  # fmt: skip
 async def test_a_file_in_which_something_is_not_what_was_written_is_set_aside(tmp_path: Path, damage: str) -> None:
@@ -378,6 +402,41 @@ async def test_damage_that_only_readers_meet_is_met_once(
     assert caplog.text.count("begun anew") == 1
     assert await journal.flush()
     await journal.close()
+
+
+async def test_a_disk_that_cannot_be_read_is_told_of_and_is_no_failure_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, broken = read_rows, [True]
+
+    def read(path: Path | None, *rest: Any) -> Any:
+        if path is not None and broken:
+            raise StoreError("disk I/O error")
+        return real(path, *rest)
+
+    monkeypatch.setattr(journal_module, "read_rows", read)
+    async with open_journal(tmp_path) as journal:
+        for _ in range(2):
+            await journal.ask(Question(T0, T0 + 9, 99))
+            assert await journal.flush()
+            assert (journal.problem, journal.num_failures) == ("disk I/O error", 0)
+        broken.clear()
+        await journal.ask(Question(T0, T0 + 9, 99))
+        assert journal.problem is None
+    assert caplog.text.count("cannot be read: disk I/O error") == 1
+
+
+def test_an_unknown_kind_of_event_is_shown_as_it_is() -> None:
+    (shown,) = event_rows([Event("id", "eclipse", float(T0), "it got dark")])
+    assert (shown["title"], shown["level"]) == ("eclipse", "")
+
+
+async def test_what_was_lately_does_not_depend_on_the_clock_on_the_wall() -> None:
+    journal = Journal()
+    for n in range(100):
+        journal.put_row(row(T0 + n - (3600 if n >= 70 else 0), output_tokens=n))
+    assert [named(r)["output_tokens"] for r in journal.recent(60)] == list(range(40, 100))
+    assert len(journal.recent(600)) == 100
 
 
 async def test_a_file_that_was_taken_away_is_begun_anew(tmp_path: Path) -> None:
@@ -453,6 +512,7 @@ async def test_writing_is_done_in_batches(
 def test_an_event_as_json_has_what_a_program_needs() -> None:
     event = Event("id", "rejections", float(T0), "text", amount=3, running=1, waiting=2)
     assert json.loads(json.dumps(event.as_json())) == {
-        "kind": "rejections", "time": "2023-11-14T22:14:00.000Z", "text": "text", "end": None, "amount": 3,
+        "kind": "rejections", "title": "Refusals", "level": "warn",
+        "time": "2023-11-14T22:14:00.000Z", "text": "text", "end": None, "amount": 3,
         "running": 1, "waiting": 2,
     }  # fmt: skip

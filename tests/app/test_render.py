@@ -19,6 +19,9 @@ from app.render.palette import NUM_COLOURS, Palette
 from app.render.svg import band_paths, line_path, nice_ceiling
 from app.render.table import NUM_STEPS, draw_table
 from app.render.tiles import make_tiles
+from engine.config import SloTargets
+from engine.experience import all_experience
+from engine.stats import RequestTimes, Stats
 from tests.fake_snapshot import FakeEngine, watched
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&"
@@ -135,10 +138,11 @@ def test_a_preemption_is_marked_on_the_seat_that_was_lost() -> None:
 
 
 def test_a_changed_budget_is_marked_and_the_limit_follows_it() -> None:
-    steps = [step(n, [0, "a", "decode", 1], budget=64 if n < 3 else 16) for n in range(1, 5)]
+    steps = [step(n, [0, "a", "decode", 1], budget=64 if n < 3 else 16, generation=6 + n // 3) for n in range(1, 5)]
     plot = draw_table({"seats": 1, "budget": 16, "steps": steps}, palette_for("a"), seats=1).plot
     marks = [element for element in ET.fromstring(plot).iter("line") if element.get("class") == "mark"]
     assert len(marks) == 1
+    assert "<title>Generation 7</title>" in plot
     (limit,) = [e for e in ET.fromstring(plot).iter("path") if e.get("class") == "limit"]
     assert len(set(re.findall(r" ([\d.]+)H", limit.attrib["d"]))) == 2
 
@@ -210,7 +214,9 @@ def test_a_window_keeps_its_points() -> None:
     snapshot = engine.snapshot()
     for second in range(700):
         snapshot["requests"]["waiting"] = 9 if second == 433 else 1
-        snapshot["preemptions"] = second // 100
+        snapshot["preemptions_by_reason"]["kv_memory"] = second // 100
+        snapshot["requests"]["rejected_by_reason"] = {"draining": second // 300, "invalid": second}
+        snapshot["rows"] = {"computed": second * 10, "useful": second * 10 if second < 500 else 5000}
         history.add(make_point(float(second), snapshot))
     assert [history.points[0].time, history.points[-1].time] == [399, 699]
     merged = history.merged()
@@ -219,25 +225,49 @@ def test_a_window_keeps_its_points() -> None:
     positions = [history.position(point.time) for point in merged]
     assert positions == sorted(positions)
     assert (positions[0] >= 0, positions[-1]) == (True, 1)
-    assert history.recent()["preemptions"] == 3
+    recent = history.recent()
+    assert (recent["preemptions"], recent["preemptions_by_reason"]["kv_memory"]) == (3, 3)
+    assert (recent["refused"], recent["refused_by_reason"]["draining"]) == (1, 1)
+    assert recent["rows"] == {"computed": 3000, "useful": 1010}
     assert len(History(60).merged()) == 0
-    assert History(60).recent() == {
-        "seconds": 60, "refused": 0, "preemptions": 0, "recomputed_tokens": 0, "evictions": 0,
-    }  # fmt: skip
+    assert (History(60).recent()["refused"], History(60).recent()["rows"]["computed"]) == (0, 0)
 
 
 async def test_only_who_came_at_a_bad_time_is_trouble() -> None:
     """A prompt that is too long is its sender's affair."""
     engine = FakeEngine("idle")
     telemetry = watched(engine, 1)
-    for second, (reason, level) in enumerate([("invalid", ""), ("context_length_exceeded", ""), ("queue_full", "bad")]):
+    told = [("invalid", ""), ("context_length_exceeded", ""), ("rate_limited", "bad")]
+    for second, (reason, level) in enumerate(told):
         engine.rejected[reason] += 1
         engine.now = second + 1.0
         telemetry.tick(engine.now)
         snapshot = telemetry.complete(engine.snapshot())
         (tile,) = [tile for tile in make_tiles(snapshot, telemetry.histories[300], {}) if tile.label == "Requests"]
         assert (tile.level, "1 refused" in tile.note) == (level, level == "bad"), reason
-        assert [finding["level"] for finding in snapshot["diagnosis"]] == [level or "good"]
+        assert [finding["level"] for finding in snapshot["diagnosis"]] == ["warn" if level else "good"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "misses", "value", "level"),
+    [
+        (SloTargets(1.0, None, 10.0), {"ttft": 4, "e2e": 4}, "92", ""),
+        (SloTargets(1.0, None, 10.0), {"ttft": 6}, "94", "bad"),
+        (SloTargets(None, None, None), {}, "\N{EM DASH}", ""),
+    ],
+)
+def test_each_target_may_be_missed_by_its_own_twentieth(
+    targets: SloTargets, misses: dict[str, int], value: str, level: str
+) -> None:
+    stats = Stats(targets)
+    for number in range(100):
+        first = 2.0 if number < misses.get("ttft", 0) else 0.5
+        last = 20.0 if number >= 100 - misses.get("e2e", 0) else 3.0
+        stats.interactive.record_end(RequestTimes(0.0, first_token=first, last_token=last), last, failed=False)
+    engine = FakeEngine("idle")
+    snapshot = engine.snapshot() | all_experience(stats, 20.0, 300) | {"recent": History(300).recent()}
+    (tile,) = [tile for tile in make_tiles(snapshot, History(300), {}) if tile.label == "Within targets"]
+    assert (tile.value, tile.level) == (value, level)
 
 
 def test_a_hostile_name_is_text_in_every_picture() -> None:

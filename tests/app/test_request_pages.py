@@ -57,7 +57,8 @@ async def test_a_finished_request_has_a_page_and_its_twin() -> None:
         assert [span["phase"] for span in life["spans"]] == ["queued", "prefill", "prefill", "decode"]
         assert (life["prompt_tokens"], life["output_tokens"], life["finish_reason"]) == (100, 5, "length")
         page = (await server.client.get(found.headers["location"], headers=HTML)).text
-        for words in (answer["id"], "Longest answer", "100 tokens, 0 cached", "reads its prompt", "keep_request_texts"):
+        told = (answer["id"], "Cut at its limit", "100 tokens, 0 cached", "reads its prompt", "keep_request_texts")
+        for words in told:
             assert words in page
         assert "Abort" not in page
         assert "hx-get" not in page  # nothing more can happen to it

@@ -191,6 +191,9 @@ async def test_the_pages_ask_once_and_keep_a_cookie() -> None:
         changed = await server.client.patch("/admin/config", json={"max_num_seqs": 3})
         assert changed.status_code == 200
         assert server.context.journal.audit.entries[-1].who == "admin"
+        for path in ("/admin", "/admin/keys"):
+            page = (await server.client.get(path, headers={"Accept": "text/html"})).text
+            assert 'action="/logout"' in page, path
         await server.client.post("/logout")
         assert await status(server, "/ops") == 401
 

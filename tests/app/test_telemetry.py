@@ -182,7 +182,7 @@ async def test_the_made_up_engine_has_the_shape_of_the_real_one() -> None:
         handle = engine.submit(GenerationRequest("r", TextPrompt("hello"), key_name="alice"))
         await handle.take()
         real = engine.snapshot()
-    for name in ("background", "slo", "latency"):
+    for name in ("background", "slo", "latency", "preemptions_by_reason", "rows", "speculation", "ended"):
         assert shape(made_up[name]) == shape(real[name]), name
     assert shape(made_up["active"][0]) == shape(real["active"][0])
     for name in ("by_class", "by_key"):

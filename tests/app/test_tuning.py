@@ -173,6 +173,7 @@ async def test_the_end_of_the_process_cannot_be_taken_back() -> None:
         await patch(server, draining=True)
         server.engine.drain()
         assert (await refused(server, 409, draining=False))["code"] == "draining"
+        assert (await refused(server, 409, restore="previous"))["code"] == "draining"
         assert (await send(server, {}, "resume")).status_code == 409
         assert len(await audit(server)) == 1
 
@@ -268,7 +269,8 @@ async def test_a_preview_names_who_must_end_first_and_does_nothing() -> None:
         page = await send(server, await open_form(server) | {"max_num_seqs": "1"}, "preview")
         assert page.status_code == 200
         assert "4 run: 3 above the 1 seat." in page.text
-        assert preview["running"][0]["request_id"] in page.text
+        first = preview["running"][0]
+        assert f"seat {first['seat'] + 1}: <code>{first['request_id']}</code>" in page.text, "as on every page, from 1"
         assert as_form(page.text)["max_num_seqs"] == "1", "what was typed stays"
         assert await audit(server) == []
         server.engine.abort_all("admin")

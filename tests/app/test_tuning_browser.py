@@ -80,7 +80,7 @@ def test_each_control_is_turned_and_all_go_back(admin: Page) -> None:
     admin.get_by_text("Generation 13 holds.").wait_for()
     assert effective(admin)["enable_prefix_caching"] is True
     admin.click("#start")
-    admin.get_by_text("Generation 13 holds.").wait_for()
+    admin.get_by_text("Generation 14 holds.").wait_for()
     assert effective(admin) == start
     assert admin.locator("#start").is_disabled()
     admin.click("#revert-3")
@@ -89,6 +89,7 @@ def test_each_control_is_turned_and_all_go_back(admin: Page) -> None:
 
 
 def test_drain_resume_and_flush(admin: Page) -> None:
+    admin.click("#deeds summary")
     admin.fill("#deeds-reason", "a new machine")
     admin.select_option("#deeds-ttl", "300")
     admin.click("#drain")

@@ -129,7 +129,7 @@ def test_a_switch_drains_first() -> None:
     simulation.set_limits(2, 64, policy="static")
     batches = [simulation.step() for _ in range(5)]
     assert [batch.sequence_ids for batch in batches] == [(1, 2), (1, 2), (2,), (2,), (2,)]
-    assert simulation.scheduler.interactive.wait_reason == "draining"
+    assert simulation.scheduler.interactive.wait_reason == "switching"
     assert simulation.step().sequence_ids == (3, 4)
     assert simulation.scheduler.batching.closed_reason == "policy"
     simulation.run()

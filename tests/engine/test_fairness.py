@@ -264,6 +264,8 @@ def test_background_work_yields_before_any_interactive_does() -> None:
     house.add(Arrival(house.now, "b", 20, 5))
     assert house.step().preempted == (background.sequence_id,)
     assert not any(house.step().preempted for _ in range(5))
+    counters = house.scheduler.counters
+    assert (counters.num_preemptions, counters.num_yields) == (1, 1), "memory has room"
 
 
 def test_fewer_seats_are_waited_for_and_nobody_is_thrown_out() -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 
-from engine.batch import ScheduledBatch, StepOutput
+from engine.batch import ScheduledBatch, Seated, StepOutput
 from engine.config import Limits
 from engine.handle import GenerationRequest, TokensPrompt
+from engine.report import MAX_LISTED_WAITING
 from engine.request_log import MAX_KEPT_TOKENS, MAX_SPANS, RequestLog, as_life
 from engine.sequence import SamplingParams, Sequence
 from engine.step_log import SHOWN_STEPS, StepLog, StepRecord
@@ -171,18 +172,19 @@ async def test_tokens_are_kept_only_where_that_was_asked_for(autojump_clock: Moc
         handle = engine.submit(ask("asks", 3, 3))
         await trio.sleep(0.15)
         (line,) = engine.requests.open()
-        told = engine.requests.tokens(line["number"])
-        assert told is not None
+        spell = engine.requests.tokens(line["number"])
+        assert spell is not None
+        told = spell()
         assert told["output_pieces"] == ["y"]
         prompt = told["prompt_token_ids"]
         await read(handle)
         await lives(engine)
-        told = engine.requests.tokens(line["number"])
+        spell = engine.requests.tokens(line["number"])
         if keeps:
-            assert told is not None
-            assert (told["prompt_token_ids"], told["output_pieces"]) == (prompt, ["y", "e", "s"])
+            assert spell is not None
+            assert (spell()["prompt_token_ids"], spell()["output_pieces"]) == (prompt, ["y", "e", "s"])
         else:
-            assert told is None
+            assert spell is None
         assert engine.requests.tokens(77) is None
 
 
@@ -207,10 +209,65 @@ def test_a_long_life_keeps_its_ends() -> None:
         log.step(batch, step, step + 0.5, accepted={})
     record = log.find(1)
     assert record is not None
-    life = as_life(record, 1001.0)
+    life = as_life(record, 1001.0, log.last_step)
     assert len(life["spans"]) == MAX_SPANS
     assert life["spans_left_out"] == 1001 - MAX_SPANS
     assert (life["spans"][1]["steps"], life["spans"][-1]["steps"]) == ([1, 1], [1000, 1000])
+
+
+def test_an_answer_that_goes_on_has_a_token_for_each_step() -> None:
+    log, sequence = RequestLog(), a_sequence(1, 3)
+    log.open(sequence)
+    seated = Seated(0, 1, (0, 1, 2), 3, SamplingParams())
+    log.step(ScheduledBatch(1, (0,), (1,), (0,), (3,), (True,), (False,), seated=(seated,)), 1.0, 1.5, accepted={})
+    for step in range(2, 102):
+        drafts = {0: (7,)} if step < 22 else {}
+        batch = ScheduledBatch(step, (0,), (1,), (step + 1,), (1,), (True,), (True,), drafts=drafts)
+        log.step(batch, step, step + 0.5, accepted=drafts)
+    record = log.find(1)
+    assert record is not None
+    assert as_life(record, 102.0, log.last_step)["spans"][-1]["tokens"] == 100 + 20
+
+
+async def test_what_a_preemption_cost_is_told_once(autojump_clock: MockClock) -> None:
+    """Background work yields the only seat while it answers; what is told adds up, before it sits again and after."""
+    config = fake_config(max_num_seqs=1)
+    async with open_fake_engine(config, step_seconds=0.5) as engine, trio.open_nursery() as nursery:
+        nursery.start_soon(read, engine.submit(ask("late", 4, 8, background=True)))
+        await trio.sleep(2.2)
+        nursery.start_soon(read, engine.submit(ask("first", 4, 6)))
+        await trio.sleep(2.0)
+        (line,) = [line for line in engine.requests.open() if line["request_id"] == "late"]
+        for _ in range(2):
+            life = engine.requests.life(line["number"])
+            assert life is not None
+            times, whole = life["times"], life["e2e_seconds"] or life["age_seconds"]
+            assert life["num_preemptions"] == 1
+            (lost,) = [span for span in life["spans"] if span["phase"] == "preempted"]
+            assert times["preempted_seconds"] == pytest.approx(lost["seconds"] or whole - lost["at_seconds"])
+            assert 1.0 <= times["preempted_seconds"] <= 4.0
+            assert sum(times.values()) == pytest.approx(whole, abs=0.01)
+            await engine.wait_idle()
+            await trio.sleep(1)
+        assert engine.snapshot()["preemptions_by_reason"] == {"kv_memory": 0, "better_right": 1}
+
+
+async def test_of_very_many_that_wait_some_are_told_one_by_one(autojump_clock: MockClock) -> None:
+    config = fake_config(max_num_seqs=2, max_waiting=5000)
+    async with open_fake_engine(config, step_seconds=1) as engine:
+        for number in range(MAX_LISTED_WAITING + 12):
+            engine.submit(ask(f"r{number}", 2, 5, key_name="me", background=number % 2 == 0))
+        await trio.sleep(1.5)
+        told = engine.snapshot()
+        requests = told["requests"]
+        assert requests["running"] + requests["waiting"] == MAX_LISTED_WAITING + 12
+        assert len(told["active"]) - requests["running"] == MAX_LISTED_WAITING
+        assert told["active_left_out"] == requests["waiting"] - MAX_LISTED_WAITING > 0
+        assert {name: requests["by_key"]["me"][name] for name in ("running", "waiting")} == {
+            name: requests[name] for name in ("running", "waiting")
+        }
+        assert sum([work["waiting"] for work in requests["by_class"].values()]) == requests["waiting"]
+        engine.abort_all("admin")
 
 
 def test_kept_texts_have_a_bound() -> None:

@@ -66,6 +66,21 @@ def test_an_abort_is_counted_by_cause_and_phase() -> None:
     assert stats.interactive.windows["e2e"].summary(1.0)["count"] == 0
 
 
+def test_who_ran_out_of_time_failed_and_missed_every_target_and_who_left_is_not_counted() -> None:
+    stats = Stats(SloTargets(ttft_p95_seconds=1.0, itl_p95_seconds=None, e2e_p95_seconds=10.0))
+    for cause in ("timeout", "timeout", "queue_timeout", "client", "admin"):
+        stats.record_finish(RequestTimes(arrival=0.0), 60.0, "abort", cause)
+    good = RequestTimes(arrival=60.0)
+    stats.record_seated(good, 60.0)
+    stats.record_token(good, 60.5)
+    stats.record_finish(good, 60.5, "stop")
+    met = experience(stats.interactive, 61.0, 300)
+    ended = {name: met["ended"][name] for name in ("finished", "failed", "timed_out", "good")}
+    assert ended == {"finished": 1, "failed": 3, "timed_out": 3, "good": 1}
+    assert met["slo"]["attainment"] == {"ttft_p95_seconds": 0.25, "itl_p95_seconds": None, "e2e_p95_seconds": 0.25}
+    assert met["latency"]["e2e"]["count"] == 1, "how long it would have taken nobody knows"
+
+
 def test_each_class_of_work_has_its_own_windows_and_targets_and_all_count_in_the_histograms() -> None:
     stats = Stats(SloTargets(ttft_p95_seconds=1.0), SloTargets(ttft_p95_seconds=9.0, itl_p95_seconds=None))
     for background in (False, True, True):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from quart import Blueprint, Response, g, jsonify, redirect, request
 
 from app.api.errors import ApiError
-from app.api.requests import read_json
+from app.api.requests import read_fields, read_json
 from app.effects import tell_effects
 from app.live_change import FLUSH, KEYS, parse_change
 from app.live_config import STATE, ChangedMeanwhileError
@@ -48,7 +48,7 @@ def admin_blueprint(context: Context) -> Blueprint:
 
     @admin.post("/admin")
     async def turn() -> ResponseReturnValue:
-        return await page.turn(dict(await request.form))
+        return await page.turn(await read_fields())
 
     @admin.get("/admin/config")
     async def show() -> Response:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from quart import Blueprint, Response, g, jsonify, redirect, request
 
 from app.api.errors import ApiError
-from app.api.requests import read_json
+from app.api.requests import FORM_TYPE, read_fields, read_json
 from app.audit import timestamp
 from app.config_schema import KeyLimits, is_loopback
 from app.render.keys import LIMIT_TITLES, page_variables
@@ -57,7 +57,7 @@ def keys_blueprint(context: Context) -> Blueprint:
         return await context.drawing.page(template, lambda: told, status)
 
     async def make_from_form() -> Response:
-        form = dict(await request.form)
+        form = await read_fields()
         try:
             record, secret = await _make(keys, parse_form(form))
         except ApiError as error:
@@ -70,7 +70,7 @@ def keys_blueprint(context: Context) -> Blueprint:
 
     @blueprint.post("/admin/keys")
     async def make() -> Response:
-        if request.mimetype == "application/x-www-form-urlencoded":
+        if request.mimetype == FORM_TYPE:
             return await make_from_form()
         record, secret = await _make(keys, parse_new_key(await read_json()))
         return _as_json({**_entry(keys, record), "key": secret}, 201)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from quart import Blueprint, Response, redirect, request
 
+from app.api.requests import read_fields
 from app.drawing import html_response
 from app.security import ADMIN_COOKIE, KEY_COOKIE, local_path
 
@@ -31,7 +32,7 @@ def login_blueprint(gate: Gate, pages: Environment) -> Blueprint:
 
     @login.post("/login")
     async def enter() -> Response | WerkzeugResponse:
-        fields = await request.form
+        fields = await read_fields()
         target = local_path(fields.get("next", "/"))
         cookies = gate.login(fields.get("token", ""))
         if not cookies:

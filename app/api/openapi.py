@@ -34,7 +34,7 @@ ERRORS: Final = {
     415: "The body is declared to be something else than JSON, or is compressed.",
     429: "The key has had what it may have for now; `Retry-After` says when to come back.",
     500: "An accepted request could not be finished.",
-    503: "The queue is full or the server is shutting down; `Retry-After` says when to come back.",
+    503: "The queue is full or takes too long, or the server is shutting down; `Retry-After` says when to come back.",
     529: "The same, where the form is Anthropic's.",
 }
 READ_ERRORS: Final = (401, 403, 429, 500, 503)

@@ -1,9 +1,10 @@
-"""Reading a request's body as JSON, within bounds: in bytes, in values, and in bytes of all bodies together."""
+"""Reading a request's body, JSON or a form, within bounds: in bytes, in values, and in bytes of all together."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import parse_qsl
 
 import trio
 from quart import current_app, request
@@ -14,8 +15,11 @@ from app.api.schemas import parse_json_object
 from engine.errors import BusyError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.engine import Engine
 
+T = TypeVar("T")
 BODIES: Final = "RELEVO_BODIES"
 BODY_TIMEOUT_SECONDS: Final = 15.0
 # A token is seldom more than 16 bytes of JSON, escapes included.
@@ -23,6 +27,9 @@ BYTES_PER_TOKEN: Final = 16
 # What may stand beside a context full of text: schemas, tools, further prompts.
 OTHER_BYTES: Final = 1 << 20
 OTHER_VALUES: Final = 32_768
+# The longest reason of a change, each of its letters in twelve, and every setting beside it.
+MAX_FORM_BYTES: Final = 16_384
+FORM_TYPE: Final = "application/x-www-form-urlencoded"
 MAX_BYTES_AT_ONCE: Final = 64 << 20
 # To read a longer one takes milliseconds, in which the event loop is to go on.
 INLINE_BYTES: Final = 1 << 16
@@ -42,29 +49,32 @@ class Bodies:
         self._engine = engine
         self._num_bytes = 0
 
-    async def read(self) -> dict[str, Any]:
-        """The JSON object of the current request's body; see `read_json`."""
+    async def read_json(self) -> dict[str, Any]:
+        """The JSON object of the current request's body; see the function of this name."""
+        return await self.read(partial(parse_json_object, max_values=self._max_values), self.max_bytes)
+
+    async def read(self, parse: Callable[[bytearray], T], max_bytes: int) -> T:
+        """What `parse` makes of the current request's body."""
         data = bytearray()
         try:
             with trio.move_on_after(BODY_TIMEOUT_SECONDS) as scope:
                 async for piece in request.body:
-                    self._check(len(data) + len(piece), len(piece))
+                    if len(data) + len(piece) > max_bytes:
+                        raise RequestEntityTooLarge
+                    self._check(len(piece))
                     data += piece
                     self._num_bytes += len(piece)
             if scope.cancelled_caught:
                 raise RequestTimeout
-            parse = partial(parse_json_object, data, self._max_values)
-            return parse() if len(data) <= INLINE_BYTES else await trio.to_thread.run_sync(parse)
+            return parse(data) if len(data) <= INLINE_BYTES else await trio.to_thread.run_sync(parse, data)
         except RequestEntityTooLarge:
-            message = f"The body is larger than {self.max_bytes:,} bytes, the most that this server takes."
+            message = f"The body is larger than {max_bytes:,} bytes, the most that this server takes."
             raise ApiError(413, message) from None
         finally:
             self._num_bytes -= len(data)
 
-    def _check(self, num_bytes: int, num_new: int) -> None:
-        """Raise where a body has become too long, or all that are being read have."""
-        if num_bytes > self.max_bytes:
-            raise RequestEntityTooLarge
+    def _check(self, num_new: int) -> None:
+        """Raise where that would be more than may be held of all bodies that are being read."""
         if self._num_bytes + num_new > MAX_BYTES_AT_ONCE:
             self._engine.count_refusal(BusyError.code)
             message = f"More than {MAX_BYTES_AT_ONCE >> 20} MiB of requests are being read; try again in a moment."
@@ -87,4 +97,19 @@ async def read_json() -> dict[str, Any]:
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiError(415, "The body is compressed; send it as it is.", code="unsupported_media_type")
     bodies: Bodies = current_app.config[BODIES]
-    return await bodies.read()
+    return await bodies.read_json()
+
+
+async def read_fields() -> dict[str, str]:
+    """The fields of a page's form; what is no form has none.
+
+    Raises:
+        ApiError: 413, it is too large.
+        BusyError: too much is being read.
+        HTTPException: 408, it came too slowly.
+    """
+    bodies: Bodies = current_app.config[BODIES]
+    data = await bodies.read(bytes, MAX_FORM_BYTES)
+    if request.mimetype != FORM_TYPE:
+        return {}
+    return dict(parse_qsl(data.decode(errors="replace"), keep_blank_values=True))

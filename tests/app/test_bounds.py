@@ -17,7 +17,7 @@ from app.api import requests
 from app.api.anthropic import plan_messages
 from app.api.json_values import is_small
 from app.api.planning import plan_chat, plan_completion
-from app.api.requests import INLINE_BYTES, OTHER_VALUES
+from app.api.requests import FORM_TYPE, INLINE_BYTES, MAX_FORM_BYTES, OTHER_VALUES
 from app.api.responses import plan_response
 from app.api.schemas import MAX_CONTAINERS, load_json_object, parse_json_object
 from app.callers import NOBODY
@@ -202,6 +202,15 @@ async def test_bodies_that_are_read_at_once_are_bounded(monkeypatch: pytest.Monk
             assert b" 200 " in await slow.receive_some(1000)
         assert (await server.client.post(CHAT, content=large, headers=JSON)).status_code == 200
         assert (await server.stats())["requests"]["rejected_by_reason"]["busy"] == 1
+
+
+async def test_a_form_is_bounded_too() -> None:
+    """Anybody may send one to `/login`, and hundreds of thousands of fields would take long to take apart."""
+    headers = {"content-type": FORM_TYPE}
+    async with open_server() as server:
+        for size, status in ((MAX_FORM_BYTES, 401), (MAX_FORM_BYTES + 1, 413)):
+            response = await server.client.post("/login", content=b"&" * size, headers=headers)
+            assert response.status_code == status
 
 
 async def test_too_many_values_are_400_and_a_text_full_of_commas_is_none() -> None:

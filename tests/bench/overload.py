@@ -158,7 +158,7 @@ class Client:
 
 async def measure(client: Client, options: argparse.Namespace) -> dict[str, Any]:
     """Capacity, goodput at lower load, then too much of it."""
-    capacity = await client.capacity(options.lower_seconds)
+    capacity = await client.capacity(options.capacity_seconds)
     lower = {}
     for share in SHARES:
         calls = await client.load(share * capacity, options.lower_seconds)
@@ -170,16 +170,19 @@ async def measure(client: Client, options: argparse.Namespace) -> dict[str, Any]
     await _stop(watching)
     good, best = goodput(calls, options) / options.seconds, max(lower.values())
     refused = [call for call in calls if call.is_refused]
+    answered = [call for call in calls if not call.answer.error]
+    first = [call.answer.first - call.due for call in answered]
     return {
         "capacity_requests_per_second": capacity,
         "goodput_by_share": lower,
         "overload": {
             "requests": len(calls),
             "refused": len(refused),
-            "unanswered": len([call for call in calls if call.answer.error and not call.is_refused]),
+            "answered": len(answered),
+            "first_token_in_time": len([seconds for seconds in first if seconds <= options.ttft]),
             "goodput": good,
             "share_of_best": good / best if best else None,
-            "ttft_seconds": _spread([call.answer.first - call.due for call in calls if not call.answer.error]),
+            "ttft_seconds": _spread(first),
             "refusal_seconds": _spread([call.answer.finished - call.due for call in refused]),
             "dispatch_lag_seconds": _spread([call.sent - call.due for call in calls]),
             **{f"{path[1:]}_seconds": _spread(times) for path, times in probes.items()},
@@ -218,9 +221,10 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
     yield f"capacity {result['capacity_requests_per_second']:.2f} requests/s"
     for share, good in result["goodput_by_share"].items():
         yield f"at {share:g} of it: goodput {good:.2f}/s"
-    said = f"{over['requests']} requests, {over['refused']} refused, {over['unanswered']} without an answer"
+    said = f"{over['requests']} requests, {over['refused']} refused, {over['answered']} answered"
     yield f"at {OVERLOAD:g} times: {said}, goodput {over['goodput']:.2f}/s"
     share = over["share_of_best"]
+    yield f"  of the answers {over['first_token_in_time']} had their first token in time"
     yield f"  share of the best goodput: {'nothing to compare with' if share is None else f'{share:.2f}'}"
     for name in ("ttft", "refusal", "healthz", "readyz", "dispatch_lag"):
         found = over[f"{name}_seconds"]
@@ -235,9 +239,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.overload", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--command", default=f"{sys.executable} -m app.cli serve --model {{model}} --port {{port}}")
-    parser.add_argument("--arguments", default="", help="more for the server, such as '--slo-admission'")
+    parser.add_argument("--arguments", default="", help="more for the server, such as '--slo-admission true'")
     parser.add_argument("--seats", type=int, default=16, help="of the server")
     parser.add_argument("--seconds", type=float, default=60.0, help="of too much")
+    parser.add_argument("--capacity-seconds", type=float, default=45.0, help="several times what a request takes")
     parser.add_argument("--lower-seconds", type=float, default=20.0, help="of each of the runs before")
     parser.add_argument("--grace", type=float, default=30.0)
     parser.add_argument("--ttft", type=float, default=2.0)

@@ -8,15 +8,12 @@ changed hands, `new_blocks` for rows that crossed a block border.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine.sequence import FinishReason, SamplingParams
-
-NO_LOGPROBS: Final[Mapping[int, list[TokenLogprobs]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +168,9 @@ class StepUpdate(NamedTuple):
 
     tokens: list[tuple[int, int]]
     endings: list[Ending]
-    logprobs: Mapping[int, list[TokenLogprobs]] = NO_LOGPROBS
+    logprobs: dict[int, list[TokenLogprobs]]
+
+    @classmethod
+    def empty(cls) -> StepUpdate:
+        """What means nothing yet."""
+        return cls([], [], {})

@@ -54,6 +54,10 @@ class TimedRunner:
         self.shapes.append(shape_of(batch))
         return output
 
+    def reset(self) -> None:
+        """Forget every sequence."""
+        self._runner.reset()
+
 
 async def measure_engine_part(
     config: EngineConfig, model: CostModel, seconds: float

@@ -24,12 +24,17 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
         self.cache = PrefixCache()
         self.num_evictions = 0
         self.num_flushed = 0
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """All blocks are free and none is cached, whatever was held before."""
+        self.cache.clear()
+        self.ref_counts = [0] * self.num_blocks
         # Used as a stack, lowest ids on top: recently freed blocks are warm in the CPU's caches.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(self.num_blocks - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
@@ -81,6 +86,23 @@ class BlockPool:
         free = self.cache.clear()
         self.num_flushed += len(free)
         self._free = sorted([*self._free, *free], reverse=True)
+
+    def check_sums(self, num_held: int) -> None:
+        """Compare totals alone: much cheaper than `check_integrity`, and blind for faults that balance each other.
+
+        Args:
+            num_held: entries of all block tables together.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        num_references, num_idle = sum(self.ref_counts), self.ref_counts.count(0)
+        if num_references != num_held:
+            raise RuntimeError(f"{num_references} references are counted, the tables hold {num_held} blocks")
+        if num_idle != self.num_available:
+            raise RuntimeError(
+                f"{num_idle} blocks are not used, but {self.num_free} are free and {self.cache.num_unreferenced} cached"
+            )
 
     def check_integrity(self, block_tables: list[list[int]]) -> None:
         """Compare the reference counts with the tables that hold the blocks.

@@ -5,6 +5,7 @@ Rows that ask for nothing pay nothing: without any `Extras` a draw is `sample` a
 
 from __future__ import annotations
 
+import logging
 import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from engine.errors import ConstraintError
+from engine.faults import lacks_memory
 from engine.logprobs import ModelLogits
 from engine.penalties import Penalties
 from engine.sampler import sample, sample_rows
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NONE: Final[Mapping[int, Any]] = MappingProxyType({})
+log = logging.getLogger("relevo.engine")
+
+NOT_DRAWN = "Something went wrong while a token was chosen for this request."
 NOT_A_NUMBER = "The model computed values that are not finite numbers for this sequence; its weights may be damaged."
 
 
@@ -174,8 +179,8 @@ def draw(
         try:
             if extra.adjust(logits[row], rows.stop_ids[seat], early=bool(positions[row] < stops_from[seat])):
                 exempt.append(seat)
-        except ConstraintError as error:
-            failures[row] = error.cause
+        except Exception as error:
+            failures[row] = _cause_of(error)
     rows.stops_from[exempt] = 0  # for this draw alone
     token_ids = sample(logits, rows, seats, positions, choose)
     rows.stops_from[:] = stops_from
@@ -189,8 +194,8 @@ def draw(
                 forced[row] = following
             if own is not None and extra.num_logprobs is not None:
                 logprobs[row] = own.tell(row, token_id, extra.num_logprobs)
-        except ConstraintError as error:
-            failures[row] = error.cause
+        except Exception as error:
+            failures[row] = _cause_of(error)
     return Drawn(token_ids, logprobs, forced, failures)
 
 
@@ -225,6 +230,16 @@ def confirm(
             accepted[row] = tuple(following[start : start + count])
         start += len(draft)
     return drawn._replace(accepted=accepted)
+
+
+def _cause_of(error: Exception) -> str:
+    """Why a row fails, alone. A lack of memory is no row's own: it is raised again."""
+    if isinstance(error, ConstraintError):
+        return error.cause
+    if lacks_memory(error):
+        raise error
+    log.error("a row could not be drawn and fails", exc_info=error)
+    return NOT_DRAWN
 
 
 def _broken(token_ids: Ints) -> dict[int, str]:

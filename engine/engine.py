@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from engine.batching import make_batching
 from engine.config import MAX_WAITING, SWITCHES, live_range
 from engine.door import Door
 from engine.errors import RequestError, UnavailableError
+from engine.faults import Notice
 from engine.handle import Handle
 from engine.ingress import Ingress
 from engine.kv_cache import KVCache
@@ -45,9 +47,13 @@ if TYPE_CHECKING:
     from engine.request_log import RequestRecord
     from engine.stepper import Stepper
 
-# Of the queue's limit may wait at most, where as many keys as it holds come one after the other (`engine.door`).
+log = logging.getLogger("relevo.engine")
+
+# So many times the queue's limit may wait at most: where as many keys as it holds come one after the other.
 MAX_OVERFLOW = 15
-STALL_SECONDS = 15.0
+# So many notices wait for whoever keeps them; without one they are in the log alone.
+MAX_NOTICES = 64
+RESTART_SECONDS = 5  # whoever comes to an engine that ends is told to come back then
 IS_ENDING = "draining: finishing what runs, taking nothing new"
 IS_DRAINING = "draining: an operator has it take nothing new; what is inside goes on"
 
@@ -79,6 +85,7 @@ class Engine:
     Attributes:
         on_closed: told of each request that ended, with what was written down of it (`None` where it came no further
             than the door). It runs in the engine's task: must not raise.
+        notices: faults, and what the engine did about them.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, grammars: GrammarCompiler, stepper: Stepper) -> None:
@@ -139,8 +146,9 @@ class Engine:
             check_tokens=self._door.check_tokens,
             on_refused=self._refused,
         )
+        self._notify, self.notices = trio.open_memory_channel[Notice](MAX_NOTICES)
         self._scheduling = Scheduling(
-            self._scheduler, loaded.runner, stepper, commands, send_result, self._stats, self._requests
+            self._scheduler, loaded.runner, stepper, commands, send_result, self._stats, self._requests, self._note
         )
         self._streaming = Streaming(
             loaded.tokenizer,
@@ -187,6 +195,8 @@ class Engine:
     def check_open(self, *, background: bool, key: str) -> None:
         """Raise where `submit` would, whatever the request is; `key` is its `GenerationRequest.key`."""
         try:
+            if self._scheduling.broken is not None:
+                raise UnavailableError("The engine has failed and ends.", retry_after_seconds=RESTART_SECONDS)
             self._door.check_open(background=background, key=key, now=trio.current_time())
         except UnavailableError as error:
             self._stats.rejected[error.code] += 1
@@ -233,9 +243,11 @@ class Engine:
         """Whether requests are served now. Answered from memory."""
         if self._draining:
             return Health(False, IS_ENDING)
-        started = self._scheduling.step_started
-        if started is not None and trio.current_time() - started > STALL_SECONDS:
-            return Health(False, f"stalled: a step has been running for {trio.current_time() - started:.0f} s")
+        if self._scheduling.broken is not None:
+            return Health(False, f"broken: {self._scheduling.broken}")
+        stall = self._scheduling.stall(trio.current_time())
+        if stall is not None:
+            return Health(False, f"stalled: {stall}")
         if self.limits.draining:
             return Health(False, IS_DRAINING)
         return Health(True)
@@ -319,6 +331,12 @@ class Engine:
     def metrics(self) -> MetricsView:
         """The numbers of `/metrics`, true now."""
         return self._report.metrics(self.limits)
+
+    def _note(self, notice: Notice) -> None:
+        try:
+            self._notify.send_nowait(notice)
+        except trio.WouldBlock:
+            log.warning("nobody keeps what the engine notes: %s", notice.text)
 
     def _refused(self, handle: Handle, error: RelevoError | None) -> None:
         """A handle goes no further than the door; `error` is `None` when its caller left meanwhile."""

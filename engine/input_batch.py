@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from engine.drawing import Extras
+from engine.drawing import NOT_DRAWN, Extras
+from engine.faults import lacks_memory
 from engine.models.llama import ModelInputs
 from engine.sampler import SamplingRows
+from engine.sequence import SamplingParams
 from kernels.paged_attention import AttentionRows
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from engine.batch import ScheduledBatch, Seated
 
     Ints = NDArray[np.int64]
+
+log = logging.getLogger("relevo.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class InputBatch:
         self.sampling = SamplingRows(max_num_seqs, vocab_size)
         # By seat, until it changes hands; most seats have none.
         self.extras: dict[int, Extras] = {}
+        self._unseated: dict[int, str] = {}  # why what is known of it could not be taken over
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Take over what changed.
@@ -96,6 +102,12 @@ class InputBatch:
         if wrong.any():
             rows = np.flatnonzero(wrong).tolist()
             raise RuntimeError(f"step {batch.step}: rows {rows} do not match what the seats were told")
+
+    def failures_of(self, batch: ScheduledBatch) -> dict[int, str]:
+        """Rows of a batch whose sequence could not be given its seat, with one line of cause."""
+        if not self._unseated:
+            return {}
+        return {row: self._unseated[seat] for row, seat in enumerate(batch.seats) if seat in self._unseated}
 
     def prepare(self, batch: ScheduledBatch) -> StepInputs:
         """Gather the inputs of a batch that was applied."""
@@ -146,15 +158,23 @@ class InputBatch:
     def _seat(self, seated: Seated) -> None:
         seat = seated.seat
         self._sequence_ids[seat] = seated.sequence_id
-        self._token_ids[seat, : len(seated.token_ids)] = seated.token_ids
         self._block_tables[seat] = self._null_block
         self._num_blocks[seat] = 0
-        self.sampling.set(seat, seated.params, seated.num_prompt_tokens)
-        if Extras.wanted(seated.params):
-            num_prompt_tokens = seated.num_prompt_tokens
-            self.extras[seat] = Extras(seated.params, seated.token_ids, num_prompt_tokens, self._vocab_size)
-        else:
-            self.extras.pop(seat, None)
+        self._unseated.pop(seat, None)
+        self.extras.pop(seat, None)
+        try:
+            self._token_ids[seat, : len(seated.token_ids)] = seated.token_ids
+            self.sampling.set(seat, seated.params, seated.num_prompt_tokens)
+            if Extras.wanted(seated.params):
+                num_prompt_tokens = seated.num_prompt_tokens
+                self.extras[seat] = Extras(seated.params, seated.token_ids, num_prompt_tokens, self._vocab_size)
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+            log.exception("sequence %d could not be given its seat and fails", seated.sequence_id)
+            self._unseated[seat] = NOT_DRAWN
+            self._token_ids[seat] = 0
+            self.sampling.set(seat, SamplingParams(), seated.num_prompt_tokens)
 
 
 def _columns(batch: ScheduledBatch) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:

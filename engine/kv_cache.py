@@ -140,6 +140,13 @@ class KVCache:
         for sequence in running:
             sequence.next_full = sequence.end_length + self.block_size
 
+    def begin_anew(self, sequences: Iterable[Sequence]) -> None:
+        """Forget every table and all that is cached, whatever has become of them; these hold nothing then."""
+        self.pool.begin_anew()
+        for sequence in sequences:
+            sequence.block_ids = []
+            sequence.room = sequence.num_remembered_blocks = sequence.num_computed_tokens = 0
+
     def release(self, sequence: Sequence) -> None:
         """Give back everything the sequence holds."""
         self.pool.free(sequence.block_ids)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS = 32
 CACHE_LINE = 64
+NUM_SPARE_BLOCKS = 2  # the null block, and one for padding
 
 
 class ModelRunner:
@@ -112,6 +113,16 @@ class ModelRunner:
         self.kv_caches = self._make_caches(num_blocks)
         self._rows = self._make_rows(self._max_num_seqs, num_blocks)
 
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Begin with an empty cache and empty rows; what a step that failed wrote is nowhere any more.
+
+        The memory is given back before there is new, of which only what is written takes any.
+        """
+        num_blocks = len(self.kv_caches[0]) - NUM_SPARE_BLOCKS
+        self.kv_caches.clear()
+        self.allocate_cache(num_blocks)
+
     def warm_up(self) -> None:
         """Run a short chunk and a single token once, so that the first request finds threads and kernels prepared."""
         for count in (min(WARM_UP_TOKENS, self._max_num_batched_tokens, self._max_model_len), 1):
@@ -131,7 +142,7 @@ class ModelRunner:
         hidden = self.model.forward(inputs.model, self.kv_caches)
         drawn = self._draw(batch, inputs, hidden)
         broken = {row for row in _broken_rows(hidden, inputs) if row < len(batch)}
-        failures = {**drawn.failures, **dict.fromkeys(sorted(broken), NOT_A_NUMBER)}
+        failures = {**drawn.failures, **self._rows.failures_of(batch), **dict.fromkeys(sorted(broken), NOT_A_NUMBER)}
         for row, why in failures.items():
             drawn.token_ids[row] = -1
             if why == NOT_A_NUMBER:
@@ -205,7 +216,7 @@ class ModelRunner:
 
     def _make_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """One cache a layer; behind its blocks the null block, which stays zero, and one for padding to write to."""
-        shape = (num_blocks + 2, *self._block_shape())
+        shape = (num_blocks + NUM_SPARE_BLOCKS, *self._block_shape())
         return [_zeros_on_demand(shape, self.precision.cache_dtype) for _ in range(self._config.num_layers)]
 
     def _block_shape(self) -> tuple[int, int, int, int]:

@@ -13,19 +13,19 @@ from engine.batch import Ending, StepUpdate
 from engine.batching import Moment, make_batching
 from engine.counters import Counters
 from engine.drafting import add_drafts
+from engine.members import Members
 from engine.plan import Plan
 from engine.policy import Outlook, make_admission
-from engine.seats import Seats
 from engine.sequence import FinishReason, Sequence, SequenceStatus
-from engine.work_class import WorkClass, find_way
+from engine.work_class import find_way
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
-    from engine.batch import ScheduledBatch, StepOutput, TokenLogprobs
+    from engine.batch import ScheduledBatch, StepOutput
     from engine.config import Limits
     from engine.kv_cache import KVCache, Prefix
-
+    from engine.work_class import WorkClass
 
 # How many that do not fit are passed over in one step, and how often one of them in its life.
 MAX_SKIPPED = 8
@@ -57,41 +57,41 @@ class Scheduler:
         self.is_switching = False
         self.usable_capacity = min(max_model_len, kv_cache.num_tokens)
         self.outlook = Outlook(make_admission(limits.admission), kv_cache, self.usable_capacity)
-        self.interactive, self.background = self.classes = WorkClass(), WorkClass()
         self.counters = Counters()
-        self._live: dict[int, Sequence] = {}
-        self._seats = Seats(num_seats)
+        self._members = Members(num_seats)
+        self.interactive, self.background = self.classes = self._members.classes
+        self._live = self._members.live
         self._may_draft = may_draft
         self._step = 0
 
-    def request_ids(self, sequence_ids: Iterable[int]) -> tuple[str, ...]:
-        """Names of live sequences."""
-        return tuple([self._live[sequence_id].request_id for sequence_id in sequence_ids])
-
     @property
     def running(self) -> list[Sequence]:
-        """Everybody who sits, background work last, and in either class the youngest last."""
-        return [*self.interactive.running, *self.background.running]
+        """Everybody who sits (`Members.running`)."""
+        return self._members.running
 
     @property
     def num_running(self) -> int:
         """Seats that are taken by those who run."""
-        return len(self.interactive.running) + len(self.background.running)
+        return self._members.num_running
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Everybody who waits, interactive work first."""
-        return [*self.interactive.queue, *self.background.queue]
+        """Everybody who waits for a seat (`Members.waiting`)."""
+        return self._members.waiting
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a seat."""
-        return len(self.interactive.queue) + len(self.background.queue)
+        return self._members.num_waiting
 
     @property
     def sequences(self) -> Iterable[Sequence]:
         """Every live sequence, in the order of arrival."""
         return self._live.values()
+
+    def request_ids(self, sequence_ids: Iterable[int]) -> tuple[str, ...]:
+        """Names of live sequences."""
+        return tuple([self._live[sequence_id].request_id for sequence_id in sequence_ids])
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn.
@@ -105,8 +105,7 @@ class Scheduler:
         longest = self.usable_capacity + 1
         max_tokens = sequence.params.max_tokens
         sequence.end_length = longest if max_tokens is None else min(longest, sequence.num_prompt_tokens + max_tokens)
-        self._live[sequence.sequence_id] = sequence
-        self.classes[sequence.background].queue.add(sequence)
+        self._members.join(sequence)
 
     def abort(self, sequence_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence in whatever state it is and free what it holds; `None` if it has ended already."""
@@ -116,10 +115,7 @@ class Scheduler:
         return sequence
 
     def set_limits(self, limits: Limits) -> None:
-        """Take other limits from the next step on.
-
-        A change of policy drains: those who run end under the old one, and until then nobody sits down.
-        """
+        """Take other limits from the next step on; another policy when those who run have ended under the old one."""
         self.is_switching = (limits.policy, limits.admission) != self._in_force
         self.limits = limits
 
@@ -132,7 +128,7 @@ class Scheduler:
         """Plan the next step. An empty batch means that nothing runs and nobody may sit down yet."""
         plan = Plan(self._step + 1, self.limits)
         if not self.num_running:
-            self._begin_anew()
+            self._begin_batches()
         self.batching.pad(plan, self.num_running)
         self._make_way(plan)
         for work in self.classes:
@@ -144,10 +140,15 @@ class Scheduler:
             self._step = plan.step
         return plan.freeze()
 
-    def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> StepUpdate:
-        """Apply what a step gave back; results for sequences that have ended meanwhile are dropped and counted."""
-        told: dict[int, list[TokenLogprobs]] = {}
-        update = StepUpdate([], [], told)
+    def update(
+        self, batch: ScheduledBatch, output: StepOutput, now: float, into: StepUpdate | None = None
+    ) -> StepUpdate:
+        """Apply what a step gave back; results for sequences that have ended meanwhile are dropped and counted.
+
+        `into` is filled row by row: whoever gives one knows what was applied even where this raises.
+        """
+        update = StepUpdate.empty() if into is None else into
+        told = update.logprobs
         live, failures, logprobs = self._live, output.failures, output.logprobs
         forced, accepted = output.forced, output.accepted
         has_more = bool(logprobs or forced or accepted)
@@ -181,31 +182,39 @@ class Scheduler:
         self.counters.count_step(batch, num_dropped)
         return update
 
-    def fail(self, batch: ScheduledBatch, error: str) -> StepUpdate:
-        """End every sequence of a batch whose step failed."""
-        update = StepUpdate([], [])
-        for sequence in filter(None, map(self._live.get, batch.sequence_ids)):
-            self._end(sequence, FinishReason.ERROR, update, error)
-        return update
+    def admit_only(self, sequence_ids: Collection[int] | None) -> list[int]:
+        """Let nobody wait or sit but these, whoever comes; `None` lets everybody. Gives those who lose their seat."""
+        others = [s for s in self.running if sequence_ids is not None and s.sequence_id not in sequence_ids]
+        for sequence in others:
+            self._throw_out(sequence)
+        self._members.admit_only(sequence_ids)
+        return [sequence.sequence_id for sequence in others]
+
+    def begin_anew(self, update: StepUpdate) -> list[int]:
+        """Make all anew from the live sequences alone: everybody waits, nothing is cached. Gives who loses a seat.
+
+        Whoever was at its end when something broke is added to `update`.
+        """
+        lost = self._members.begin_anew()
+        self.kv_cache.begin_anew(self._live.values())
+        self._begin_batches()
+        for sequence in [s for s in self._live.values() if s.num_output_tokens]:
+            self._end_if_due(sequence, update)
+        return [sequence.sequence_id for sequence in lost]
 
     def check_integrity(self) -> None:
-        """Compare blocks, seats and queues with each other.
-
-        Raises:
-            RuntimeError: they contradict each other.
-        """
+        """Compare blocks, seats and queues with each other; raises `RuntimeError` where they contradict each other."""
         self.kv_cache.check_integrity(self._live.values())
-        self._seats.check_integrity([sequence.seat for sequence in self.running])
-        if self.num_running + self.num_waiting != len(self._live):
-            raise RuntimeError(f"{len(self._live)} live sequences, {self.num_running} run, {self.num_waiting} wait")
-        for work in self.classes:
-            work.queue.check_integrity()
-        if not self.num_running and self.kv_cache.usage.used:
-            raise RuntimeError(f"{self.kv_cache.usage.used} blocks are used and nothing runs")
+        self._members.check_integrity()
 
-    def _begin_anew(self) -> None:
+    def check_sums(self) -> None:
+        """The part of `check_integrity` that is cheap enough for a server that is never idle."""
+        self.kv_cache.pool.check_sums(sum([len(sequence.block_ids) for sequence in self.running]))
+        self._members.check_sums()
+
+    def _begin_batches(self) -> None:
         """Nobody runs: seats that were kept are free, and new policies can begin."""
-        self._seats.free_kept()
+        self._members.seats.free_kept()
         self.batching.end()
         if self.is_switching:
             self.batching = make_batching(self.limits.policy)
@@ -214,10 +223,7 @@ class Scheduler:
             self.is_switching = False
 
     def _make_way(self, plan: Plan) -> None:
-        """Let one who sits yield its seat to one with a better right; it waits at the front of its own key's line.
-
-        At most one in a step, and nobody where it would be for nothing.
-        """
+        """Let one who sits yield its seat to one with a better right; it waits at the front of its own key's line."""
         if self.batching.forms_batches or self.is_switching or not self.outlook.admission.may_preempt:
             return
         num_seats = self.limits.max_num_seqs
@@ -275,14 +281,17 @@ class Scheduler:
                 return None
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        self._throw_out(sequence)
+        self.counters.num_preemptions += 1
+        plan.preempted.append(sequence.sequence_id)
+
+    def _throw_out(self, sequence: Sequence) -> None:
         """Take seat and blocks away; it will be computed again from its tokens (recompute, vLLM)."""
         self._vacate(sequence)
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_tokens_thrown_away = sequence.num_computed_tokens
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
-        self.counters.num_preemptions += 1
-        plan.preempted.append(sequence.sequence_id)
 
     def _admit_waiting(self, work: WorkClass, plan: Plan, now: float) -> None:
         """Fill free seats in the order of the queue.
@@ -336,16 +345,12 @@ class Scheduler:
         return num_open, None if num_open else self.batching.closed_reason
 
     def _seat(self, sequence: Sequence, prefix: Prefix, plan: Plan, now: float) -> None:
-        work = self.classes[sequence.background]
-        work.queue.remove(sequence)
-        sequence.status = SequenceStatus.RUNNING
-        sequence.seat = self._seats.take()
-        work.running.append(sequence)
+        self._members.sit_down(sequence)
         new_blocks = self.kv_cache.seat(sequence, prefix)
         if new_blocks is None:
             raise RuntimeError(f"sequence {sequence.sequence_id} was seated without room for its tokens")
         self.counters.count_seated(sequence, now)
-        work.fairness.seated(sequence)
+        self.classes[sequence.background].fairness.seated(sequence)
         plan.seat(sequence, new_blocks)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -355,7 +360,7 @@ class Scheduler:
             self.counters.count_slots(num_slots, sequence.num_computed_tokens)
             self._vacate(sequence, keeps_seat=self.batching.keeps_seat(sequence))
         else:
-            self.classes[sequence.background].queue.remove(sequence)
+            self._members.stop_waiting(sequence)
         del self._live[sequence.sequence_id]
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
@@ -388,13 +393,6 @@ class Scheduler:
         update.endings.append(Ending(sequence.sequence_id, reason, error))
 
     def _vacate(self, sequence: Sequence, *, keeps_seat: bool = False) -> None:
-        work = self.classes[sequence.background]
-        work.running.remove(sequence)
-        work.fairness.vacated(sequence)
         self.kv_cache.release(sequence)
         sequence.lookup = None
-        if keeps_seat:
-            self._seats.keep(sequence.seat)
-        else:
-            self._seats.leave(sequence.seat)
-        sequence.seat = -1
+        self._members.stand_up(sequence, keeps_seat=keeps_seat)

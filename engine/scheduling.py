@@ -4,31 +4,58 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import trio
 
 from engine.batch import Ending, StepUpdate
 from engine.errors import EngineError
+from engine.faults import IntegrityError
 from engine.messages import Add, End, SetLimits, StepResult
+from engine.panics import without_panic
+from engine.recovery import Recovery
 from engine.sequence import FinishReason
 from engine.step_log import StepLog, StepRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.batch import ScheduledBatch
+    from engine.faults import Notice
     from engine.messages import Command, Result
     from engine.request_log import RequestLog
     from engine.scheduler import Scheduler
+    from engine.sequence import Sequence
     from engine.stats import Stats
     from engine.stepper import Runner, Stepper
 
+    T = TypeVar("T")
+
 log = logging.getLogger("relevo.engine")
 
-MAX_FAILED_STEPS = 3
+# The sums are held against each other after so many steps, or one for so many blocks where there are very many of
+# them: less than a thousandth of the time. All is, block by block, when there is nothing to do, but not more often
+# than this.
+CHECK_STEPS = 256
+BLOCKS_PER_CHECK_STEP = 64
+CHECK_SECONDS = 1.0
+# A step that takes no longer than this never hangs; nor one that is within so many times the slowest of the last
+# minutes or, for its tokens, the usual. Before there are enough steps to compare with, it has this long.
+STALL_SECONDS = 3.0
+STALL_FACTOR = 10
+STALL_TOKEN_FACTOR = 2
+ENOUGH_STEPS = 20
+UNKNOWN_STALL_SECONDS = 15.0
+UNKNOWN_STALL_TOKEN_SECONDS = 0.1
+# Before a broken engine ends, those who wait for an answer are to read that there is none.
+FAREWELL_SECONDS = 1.0
 
 
 class Scheduling:
     """Plans a step, has it executed, applies what came back. Nobody else touches the scheduler's state.
+
+    What fails in one of these is no end: see `engine.recovery`.
 
     Args:
         scheduler: the pure rules.
@@ -38,6 +65,13 @@ class Scheduling:
         results: tokens and endings, for the streaming actor.
         stats: counts steps and tokens.
         requests: told what became of each request.
+        notify: told of faults and what was done about them.
+
+    Attributes:
+        step_started: when the step under way began; `None` between two steps.
+        turn_started: when it was last seen to that the next step is planned.
+        batch: the step that is planned, computed or applied now.
+        broken: why nothing can be computed any more; `None` while it can.
     """
 
     def __init__(
@@ -49,40 +83,83 @@ class Scheduling:
         results: trio.MemorySendChannel[Result],
         stats: Stats,
         requests: RequestLog,
+        notify: Callable[[Notice], None],
     ) -> None:
         self.scheduler = scheduler
         self.log = StepLog()
         self.step_started: float | None = None
+        self.turn_started = trio.current_time()
+        self.batch: ScheduledBatch | None = None
+        self.broken: str | None = None
         self._runner = runner
         self._stepper = stepper
         self._commands = commands
         self._results = results
         self._stats = stats
         self._requests = requests
-        self._failed_steps = 0
+        self._recovery = Recovery(scheduler, stats, notify)
+        self._update = StepUpdate.empty()  # of `batch`, as far as it was applied
+        self._command: Command | None = None  # that is being applied
+        self._check_steps = max(CHECK_STEPS, scheduler.kv_cache.pool.num_blocks // BLOCKS_PER_CHECK_STEP)
+        self._checked = self.turn_started
 
     async def run(self) -> None:
         """Schedule → execute → update, for ever; waits for a command when there is nothing to do now.
 
         Raises:
-            EngineError: several steps in a row failed.
+            EngineError: nothing can be computed any more, whatever it is.
         """
         while True:
-            await self._apply_commands()
-            batch = self.scheduler.schedule(trio.current_time())
-            if not batch.is_empty:
-                await self._tell(await self._step(batch))
-            elif self.scheduler.look_again_at is not None:
-                command: Command | None = None
-                with trio.move_on_at(self.scheduler.look_again_at):
-                    command = await self._commands.receive()
-                if command is not None:  # outside: half of a command must not be cancelled
-                    await self._apply(command)
-            elif self.scheduler.num_waiting:
-                await self._results.send(self._give_up_on_first())
-            else:
-                self.scheduler.check_integrity()
-                await self._apply(await self._commands.receive())
+            try:
+                await self._turn()
+            except Exception as error:
+                await self._cope(error)
+
+    def stall(self, now: float) -> str | None:
+        """What does not come to its end although it should have: a step, or what is between two steps."""
+        scheduler = self.scheduler
+        if self.step_started is not None:
+            lasted = now - self.step_started
+            hangs = lasted > STALL_SECONDS and lasted > self._patience(now)
+            return f"a step has been running for {lasted:.0f} s" if hangs else None
+        lasted = now - max(self.turn_started, scheduler.look_again_at or 0.0)
+        number = scheduler.num_running + scheduler.num_waiting
+        return f"no step has begun for {lasted:.0f} s, and {number} wait" if number and lasted > STALL_SECONDS else None
+
+    def _patience(self, now: float) -> float:
+        """Seconds that the step under way may take."""
+        stats, batch = self._stats, self.batch
+        recent = stats.step_seconds.summary(now)
+        num_tokens = 0 if batch is None else batch.num_tokens + batch.num_padding_tokens
+        if (recent["count"] or 0) < ENOUGH_STEPS:
+            return UNKNOWN_STALL_SECONDS + UNKNOWN_STALL_TOKEN_SECONDS * num_tokens
+        usual = (recent["p50"] or 0.0) * num_tokens * stats.num_steps / max(1, stats.num_step_tokens)
+        return max(STALL_FACTOR * (recent["p99"] or 0.0), STALL_TOKEN_FACTOR * usual)
+
+    async def _turn(self) -> None:
+        self.turn_started = trio.current_time()
+        await self._apply_commands()
+        batch = self.scheduler.schedule(trio.current_time())
+        if not batch.is_empty:
+            self.batch = batch
+            await self._tell(await self._step(batch))
+            if self._recovery.is_trying:
+                await self._look_at_trial()
+        elif self.scheduler.look_again_at is not None:
+            command: Command | None = None
+            with trio.move_on_at(self.scheduler.look_again_at):
+                command = await self._commands.receive()
+            if command is not None:  # outside: half of a command must not be cancelled
+                await self._apply(command)
+        elif self._recovery.is_trying:
+            await self._look_at_trial(is_stuck=True)
+        elif self.scheduler.num_waiting:
+            await self._results.send(self._give_up_on_first())
+        else:
+            if self.turn_started - self._checked >= CHECK_SECONDS:
+                self._checked = self.turn_started
+                _check(self.scheduler.check_integrity)
+            await self._apply(await self._commands.receive())
 
     async def _tell(self, result: StepResult) -> None:
         """Hand a result on. The next step is not to wait for whoever takes it, unless that one lags far behind."""
@@ -95,39 +172,91 @@ class Scheduling:
         planned = trio.current_time()
         record = StepRecord.of(self.scheduler, batch, planned)
         self.log.append(record)
-        self.step_started = planned
-        error: Exception | None = None
-        try:
-            output = await self._stepper.run(lambda: self._runner.execute(batch))
-        except Exception as caught:
-            error = caught
-        self.step_started = None
+        output = await self._call(partial(self._runner.execute, batch))
         # From here to the end of this function nothing is awaited: the step's effects are applied as one.
-        finished = trio.current_time()
+        finished, update = trio.current_time(), self._update
         idle = [s for s in self.scheduler.running if s.last_step != batch.step] if record.idle else []
-        accepted = output.accepted if error is None else {}
-        self._requests.step(batch, planned, finished, idle=idle, accepted=accepted)
-        if error is None:
-            self._failed_steps = 0
-            update = self.scheduler.update(batch, output, finished)
-            self.log.note(output)
-        else:
-            update = self._fail(batch, error)
-        for ending in update.endings:
-            self._requests.leave(ending.sequence_id, finished)
+        self._requests.step(batch, planned, finished, idle=idle, accepted=output.accepted)
+        self.scheduler.update(batch, output, finished, update)
+        self.log.note(output)
+        self._let_go(update, finished)
         self._stats.record_step(finished, finished - planned, batch.num_tokens)
         num_read = self.scheduler.counters.num_prompt_tokens - self._stats.num_prompt_tokens
         is_full = len(batch) >= self.scheduler.limits.max_num_seqs or bool(self.scheduler.num_waiting)
         self._stats.record_prompt(finished, num_read, finished - planned, is_full=is_full)
-        seated = tuple([(seated.sequence_id, seated.num_cached_tokens) for seated in batch.seated])
-        return StepResult(planned, finished, update, seated, batch.preempted)
+        if batch.step % self._check_steps == 0:
+            _check(self.scheduler.check_sums)
+        self.batch, self._update = None, StepUpdate.empty()
+        return StepResult(planned, finished, update, _seated(batch), batch.preempted)
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> StepUpdate:
-        self._failed_steps += 1
-        log.error("step %d failed, its %d requests end with an error", batch.step, len(batch), exc_info=error)
-        if self._failed_steps >= MAX_FAILED_STEPS:
-            raise EngineError(f"{self._failed_steps} steps in a row failed, the last one with: {error!r}") from error
-        return self.scheduler.fail(batch, f"The model failed in step {batch.step}: {type(error).__name__}.")
+    def _let_go(self, update: StepUpdate, now: float) -> None:
+        """The scheduler has no more of those that ended."""
+        for sequence_id, _, error in update.endings:
+            self._requests.leave(sequence_id, now)
+            if error is not None and (record := self._requests.find(sequence_id)) is not None:
+                # What stands behind a colon may quote the answer.
+                log.error("request %s ends with an error: %s", record.request_id, error.partition(":")[0])
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Have the stepper call something."""
+        self.step_started = trio.current_time()
+        try:
+            return await self._stepper.run(partial(without_panic, function))
+        finally:
+            self.step_started = None
+
+    async def _cope(self, error: Exception) -> None:
+        """Go on after a fault, or end.
+
+        Raises:
+            EngineError: there is nothing more to be done.
+        """
+        try:
+            await self._recover(error)
+        except Exception as failure:
+            await self._end(f"the engine's state could not be made anew after a fault: {failure!r}", failure)
+        if self._recovery.is_hopeless:
+            await self._end(self._recovery.why_hopeless(error), error)
+
+    async def _recover(self, error: Exception) -> None:
+        """Make everything anew after a fault, wherever in a turn that was; what it had done so far is told as usual."""
+        batch, update = self.batch, self._update
+        self.batch, self._update = None, StepUpdate.empty()
+        lost = self._recovery.begin_anew(error, batch, update)
+        now = trio.current_time()
+        self._let_go(update, now)
+        preempted = lost if batch is None else [*batch.preempted, *lost]
+        self._requests.preempt(preempted, now)
+        await self._call(self._runner.reset)
+        await self._tell(StepResult(now, now, update, () if batch is None else _seated(batch), tuple(preempted)))
+        if isinstance(self._command, End):  # it was lost with the state it could not be applied to
+            await self._apply(self._command)
+
+    async def _look_at_trial(self, *, is_stuck: bool = False) -> None:
+        now, update = trio.current_time(), StepUpdate.empty()
+        passed = self._recovery.look(update, is_stuck=is_stuck)
+        self._let_go(update, now)
+        self._requests.preempt(passed, now)
+        if passed or update.endings:
+            await self._tell(StepResult(now, now, update, (), tuple(passed)))
+
+    async def _end(self, why: str, error: Exception) -> NoReturn:
+        """Tell everybody who is inside, and who still comes in, that it is over."""
+        self.broken = why
+        log.critical("%s", why)
+        with trio.move_on_after(FAREWELL_SECONDS):
+            while True:
+                for sequence in [*self.scheduler.sequences]:
+                    await self._fail(sequence, f"The engine cannot go on and ends: {type(error).__name__}.")
+                await self._apply(await self._commands.receive())
+        raise EngineError(why) from error
+
+    async def _fail(self, sequence: Sequence, why: str) -> None:
+        """End one with an error between two steps."""
+        now, sequence_id = trio.current_time(), sequence.sequence_id
+        self.scheduler.abort(sequence_id, FinishReason.ERROR)
+        self._requests.leave(sequence_id, now)
+        await self._results.send(_ending(sequence_id, FinishReason.ERROR, now, why))
 
     def _give_up_on_first(self) -> StepResult:
         """Something waits, nothing runs and nothing could be seated: never wait for ever, fail exactly one request."""
@@ -137,8 +266,7 @@ class Scheduling:
         self.scheduler.abort(sequence_id, FinishReason.ERROR)
         self._requests.leave(sequence_id, now)
         log.error("sequence %d could not be seated in an empty engine", sequence_id)
-        ending = Ending(sequence_id, FinishReason.ERROR, "The request could not be scheduled.")
-        return StepResult(now, now, StepUpdate([], [ending]))
+        return _ending(sequence_id, FinishReason.ERROR, now, "The request could not be scheduled.")
 
     async def _apply_commands(self) -> None:
         while True:
@@ -149,10 +277,10 @@ class Scheduling:
             await self._apply(command)
 
     async def _apply(self, command: Command) -> None:
+        self._command = command
         match command:
             case Add(sequence):
-                self.scheduler.add(sequence)
-                self._requests.open(sequence)
+                await self._add(sequence)
             case SetLimits(changes, done, flush):
                 limits = self.scheduler.limits
                 limits = replace(limits, generation=limits.generation + 1, **changes)
@@ -166,4 +294,29 @@ class Scheduling:
                 known = self.scheduler.abort(sequence_id, reason) is not None
                 self._requests.leave(sequence_id, now)
                 if known and reason is FinishReason.ABORT:
-                    await self._results.send(StepResult(now, now, StepUpdate([], [Ending(sequence_id, reason)])))
+                    await self._results.send(_ending(sequence_id, reason, now))
+        self._command = None
+
+    async def _add(self, sequence: Sequence) -> None:
+        try:
+            self._requests.open(sequence)
+            self.scheduler.add(sequence)
+        except Exception:
+            log.exception("request %s could not be let in", sequence.request_id)
+            await self._fail(sequence, "The request could not be scheduled.")
+
+
+def _check(check: Callable[[], None]) -> None:
+    """Raise `IntegrityError` where a check of the scheduler finds something wrong."""
+    try:
+        check()
+    except RuntimeError as error:
+        raise IntegrityError(str(error)) from error
+
+
+def _seated(batch: ScheduledBatch) -> tuple[tuple[int, int], ...]:
+    return tuple([(seated.sequence_id, seated.num_cached_tokens) for seated in batch.seated])
+
+
+def _ending(sequence_id: int, reason: FinishReason, now: float, why: str | None = None) -> StepResult:
+    return StepResult(now, now, StepUpdate([], [Ending(sequence_id, reason, why)], {}))

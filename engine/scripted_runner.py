@@ -49,6 +49,11 @@ class ScriptedRunner:
             self._on_step(batch)
         return self._with_endings(batch, output)
 
+    def reset(self) -> None:
+        """Forget every sequence."""
+        self._endings.clear()
+        self._runner.reset()
+
     def _with_endings(self, batch: ScheduledBatch, output: StepOutput) -> StepOutput:
         columns = zip(batch.seats, batch.starts, batch.counts, batch.samples, strict=True)
         ends: dict[int, int] = {}

@@ -29,6 +29,10 @@ class Runner(Protocol):
         """Compute the batch's tokens and draw a token for each row that samples."""
         ...
 
+    def reset(self) -> None:
+        """Forget every sequence and all that was computed: a step has failed, and none of it is to be trusted."""
+        ...
+
 
 class Stepper(Protocol):
     """Runs blocking calls one after the other."""

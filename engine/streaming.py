@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from engine.detokenizer import Detokenizer
@@ -22,18 +23,28 @@ if TYPE_CHECKING:
     from engine.request_log import RequestLog
     from engine.stats import Stats
 
+log = logging.getLogger("relevo.engine")
+
+NO_TEXT = "Something went wrong while this answer was turned into text."
+
 
 class _Stream:
     """One open request: where its text goes and how far it is."""
 
     def __init__(self, handle: Handle, tokenizer: TokenizerLike) -> None:
-        request = handle.request
         self.handle = handle
+        self.times = RequestTimes(handle.arrival_time, handle.request.background)
+        self.num_cached_tokens = 0
+        self.detokenizer = Detokenizer(tokenizer.token_bytes, skip=tokenizer.is_control)
+        self._end_token_ids: frozenset[int] = frozenset()
+        self._stop_token_ids: frozenset[int] = frozenset()
+
+    def begin(self, tokenizer: TokenizerLike) -> None:
+        """Its tokens are about to come: from here on what is wrong with the request can show."""
+        request = self.handle.request
         self.detokenizer = Detokenizer(tokenizer.token_bytes, skip=_hidden(request, tokenizer), stop=request.stop)
         self._end_token_ids = frozenset() if request.ignore_eos else tokenizer.stop_token_ids
         self._stop_token_ids = request.params.stop_token_ids | self._end_token_ids
-        self.times = RequestTimes(handle.arrival_time, handle.request.background)
-        self.num_cached_tokens = 0
 
     def ends_with(self, token_id: int) -> bool:
         """Whether the next token is the one that stopped the sequence, by the rule of `Sequence.end_reason`."""
@@ -92,11 +103,14 @@ class Streaming:
         return len(self._streams)
 
     def _apply(self, result: StepResult) -> None:
+        """Whatever is wrong with one request ends that request alone."""
         for sequence_id, num_cached_tokens in result.seated:
             stream = self._streams.get(sequence_id)
             if stream is not None and stream.times.seated is None:
-                stream.num_cached_tokens = num_cached_tokens
-                self._stats.record_seated(stream.times, result.planned)
+                try:
+                    self._sit_down(stream, num_cached_tokens, result.planned)
+                except Exception:
+                    self._fail(stream, result.finished)
             elif stream is not None:
                 stream.times.sit_again(result.planned)
         for sequence_id in result.preempted:
@@ -111,17 +125,35 @@ class Streaming:
             stream = self._streams.get(sequence_id)
             if stream is None:
                 continue
-            if sequence_id in stopped and stream.ends_with(token_id):
-                # The token that ends an answer is no part of its text, whatever it stands for.
-                self._stats.record_token(stream.times, result.finished)
-                stream.handle.outbox.append("", token_id, result.finished)
-            else:
-                entry = next(told[sequence_id], None) if sequence_id in told else None
-                self._advance(stream, token_id, entry, result.finished)
+            try:
+                if sequence_id in stopped and stream.ends_with(token_id):
+                    # The token that ends an answer is no part of its text, whatever it stands for.
+                    self._stats.record_token(stream.times, result.finished)
+                    stream.handle.outbox.append("", token_id, result.finished)
+                else:
+                    entry = next(told[sequence_id], None) if sequence_id in told else None
+                    self._advance(stream, token_id, entry, result.finished)
+            except Exception:
+                self._fail(stream, result.finished)
         for sequence_id, reason, error in update.endings:
             stream = self._streams.get(sequence_id)
             if stream is not None:
-                self._close(stream, reason, result.finished, error)
+                try:
+                    self._close(stream, reason, result.finished, error)
+                except Exception:
+                    self._fail(stream, result.finished)
+
+    def _sit_down(self, stream: _Stream, num_cached_tokens: int, now: float) -> None:
+        stream.num_cached_tokens = num_cached_tokens
+        self._stats.record_seated(stream.times, now)
+        stream.begin(self._tokenizer)
+
+    def _fail(self, stream: _Stream, now: float) -> None:
+        """Called while an error is handled."""
+        log.exception("request %s met a fault while its text was made, or its end told", stream.handle.request_id)
+        if stream.handle.sequence_id in self._streams:
+            self._commands.send_nowait(End(stream.handle.sequence_id, FinishReason.ERROR))
+            self._close(stream, FinishReason.ERROR, now, NO_TEXT)
 
     def _advance(self, stream: _Stream, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
         handle, detokenizer = stream.handle, stream.detokenizer
@@ -141,8 +173,14 @@ class Streaming:
         times.num_prompt_tokens = handle.num_prompt_tokens
         usage = Usage(times.num_prompt_tokens, times.num_output_tokens, stream.num_cached_tokens, _timing(times))
         detokenizer = stream.detokenizer
-        text = detokenizer.finish()
-        handle.outbox.close(text, reason, usage, error, detokenizer.take_logprobs(), detokenizer.stopped)
+        try:
+            text = detokenizer.finish()
+            handle.outbox.close(text, reason, usage, error, detokenizer.take_logprobs(), detokenizer.stopped)
+        except Exception:
+            log.exception("request %s met a fault while its last text was made", handle.request_id)
+            if handle.outbox.last is None:
+                reason, error = FinishReason.ERROR, NO_TEXT
+                handle.outbox.close("", reason, usage, error)
         if handle.abort_cause is not None:
             reason = FinishReason.ABORT  # it came to an end by itself after the caller had left
         self._stats.record_finish(times, now, reason.value, handle.abort_cause)

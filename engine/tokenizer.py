@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from engine.errors import InvalidRequestError
+from engine.panics import without_panic
 from engine.text_guard import ControlGuard
 
 if TYPE_CHECKING:
@@ -217,9 +218,9 @@ class Tokenizer:
         backend = self._backend if first else self._continuation
         try:
             if len(text) < _LONG_TEXT:
-                ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+                ids: list[int] = without_panic(backend.encode, text, add_special_tokens=False).ids
             else:  # other threads run meanwhile only where it works on a list
-                [encoding] = backend.encode_batch([text], add_special_tokens=False)
+                [encoding] = without_panic(backend.encode_batch, [text], add_special_tokens=False)
                 ids = encoding.ids
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError("The text holds half of a surrogate pair; send whole characters.") from error

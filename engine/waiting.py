@@ -109,6 +109,14 @@ class Fairness:
         self._settle(sequence, account)
         self._count(account, seats=-1)
 
+    def begin_anew(self) -> None:
+        """Nobody waits or sits any more, as far as this was told; what each was charged stays."""
+        self._seated.clear()
+        self._num_busy = 0
+        for account in self._accounts.values():
+            account.num_waiting = account.num_seats = 0
+        self._idle = dict(self._accounts)
+
     def settle(self) -> None:
         """Charge everybody who sits for the output that was not charged yet."""
         for sequence in self._seated.values():
@@ -214,9 +222,9 @@ class WaitingQueue:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._places
 
-    def add(self, sequence: Sequence) -> None:
-        """A newcomer: behind those of its key with the same or a lower number of priority."""
-        self.fairness.joined(sequence, lift=True)
+    def add(self, sequence: Sequence, *, lift: bool = True) -> None:
+        """A newcomer: behind those of its key with the same or a lower number of priority; see `Fairness.joined`."""
+        self.fairness.joined(sequence, lift=lift)
         line = self._lines.setdefault(sequence.key_identity, [])
         self._join(line, (1, sequence.priority, self._next_number, sequence))
 

@@ -26,6 +26,14 @@ class WorkClass:
 
     def __init__(self) -> None:
         self.fairness = Fairness()
+        self._empty()
+
+    def begin_anew(self) -> None:
+        """Nobody sits or waits here, whatever was known before; what the keys were given is not forgotten."""
+        self.fairness.begin_anew()
+        self._empty()
+
+    def _empty(self) -> None:
         self.queue = WaitingQueue(self.fairness)
         self.running: list[Sequence] = []
         self.wait_reason: str | None = None

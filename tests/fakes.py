@@ -260,6 +260,10 @@ class FakeRunner:
                 accepted[index] = behind
         return StepOutput(batch.step, tuple(token_ids), failures, logprobs=logprobs, forced=forced, accepted=accepted)
 
+    def reset(self) -> None:
+        self._memory = [[-1] * self._block_size for _ in self._memory]
+        self._rows.clear()
+
     def _compute(self, seat: int, sequence_id: int, start: int, count: int, samples: bool) -> list[int] | None:
         """Write the row's tokens into the memory; read all of it back where a token is to be drawn."""
         row = self._rows[seat]
@@ -304,15 +308,37 @@ class FakeRunner:
         return token_id if allowed is None or token_id in allowed else allowed[token_id % len(allowed)]
 
 
+class Poison:
+    """A `before_step` that fails each step with a sequence in it that holds `text`.
+
+    Attributes:
+        sizes: rows of the steps that failed.
+    """
+
+    def __init__(self, text: bytes = b"poison", error: Exception | None = None) -> None:
+        self.sizes: list[int] = []
+        self._text = text
+        self._error = error or ArithmeticError("division by the devil")
+        self._bad: set[int] = set()
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        for seated in batch.seated:
+            if self._text in bytes([token_id % 256 for token_id in seated.token_ids]):
+                self._bad.add(seated.sequence_id)
+        if self._bad & {*batch.sequence_ids}:
+            self.sizes.append(len(batch))
+            raise self._error
+
+
 class InlineStepper:
     """Runs a call on the event loop after `seconds` of (virtual) time."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float | Callable[[], float]) -> None:
         self.seconds = seconds
 
     async def run(self, function: Callable[[], Any]) -> Any:
         with trio.CancelScope(shield=True):
-            await trio.sleep(self.seconds)
+            await trio.sleep(self.seconds() if callable(self.seconds) else self.seconds)
         return function()
 
 
@@ -336,7 +362,7 @@ async def open_fake_engine(
     *,
     num_blocks: int = 256,
     max_model_len: int = 512,
-    step_seconds: float = 0.01,
+    step_seconds: float | Callable[[], float] = 0.01,
     runner: FakeRunner | None = None,
     chat_template: bool | FakeChatTemplate = True,
     name: str = "fake",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 import llguidance
 
 from engine.errors import ConstraintError
+from engine.panics import PanicError, without_panic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,16 +214,14 @@ class GrammarState:
 
 
 def guarded(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call the library, whose panics are no `Exception`.
+    """Call the library.
 
     Raises:
         ConstraintError: it panicked.
     """
     try:
-        return call(*args, **kwargs)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
+        return without_panic(call, *args, **kwargs)
+    except PanicError as error:
         raise ConstraintError("The grammar could not be followed.") from error
 
 

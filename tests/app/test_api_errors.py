@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_server
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, Poison
 
 
 def completion_body(prompt: object = "hello", **fields: object) -> dict[str, object]:
@@ -342,21 +342,14 @@ async def test_a_deadline_after_the_first_byte_is_told_in_band_without_done() ->
 
 
 async def test_a_step_that_fails_fails_its_requests_alone() -> None:
-    failing = {"on": True}
-
-    def before_step(batch: object) -> None:
-        if failing["on"]:
-            failing["on"] = False
-            raise RuntimeError("the chip is on fire")
-
-    async with open_server(runner=FakeRunner(256, 4, before_step=before_step)) as server:
-        response = await server.client.post(CHAT, json=chat_body(max_tokens=3))
+    poison = Poison(error=RuntimeError("the chip is on fire"))
+    async with open_server(runner=FakeRunner(256, 4, before_step=poison)) as server:
+        response = await server.client.post(CHAT, json=chat_body("poison", max_tokens=3))
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "engine_error"
         assert "fire" not in response.text
         assert (await server.client.post(CHAT, json=chat_body(max_tokens=3))).status_code == 200
-        failing["on"] = True
-        streamed = await server.client.post(CHAT, json=chat_body(max_tokens=3, stream=True))
+        streamed = await server.client.post(CHAT, json=chat_body("poison", max_tokens=3, stream=True))
         assert streamed.status_code == 200
         assert '"error"' in streamed.text
         assert "[DONE]" not in streamed.text

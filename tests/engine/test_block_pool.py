@@ -43,3 +43,18 @@ def test_integrity_names_the_block_whose_count_is_off() -> None:
     pool.check_integrity([blocks])
     with pytest.raises(RuntimeError, match=rf"\[{blocks[1]}\]"):
         pool.check_integrity([blocks[:1]])
+
+
+def test_sums_tell_of_a_table_too_long_and_of_a_block_that_is_lost() -> None:
+    pool = BlockPool(4)
+    blocks = list(pool.allocate(2) or ())
+    pool.check_sums(2)
+    with pytest.raises(RuntimeError, match="2 references are counted, the tables hold 3 blocks"):
+        pool.check_sums(3)
+    pool.ref_counts[blocks[0]] = 0
+    pool.ref_counts[blocks[1]] = 2
+    with pytest.raises(RuntimeError, match="3 blocks are not used, but 2 are free and 0 cached"):
+        pool.check_sums(2)
+    pool.begin_anew()
+    pool.check_integrity([])
+    assert pool.num_free == 4

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import drawing
-from engine.drawing import Drawn, Extras, draw
+from engine.drawing import NOT_DRAWN, Drawn, Extras, draw
 from engine.errors import ConstraintError, OwnFault
 from engine.sampler import SamplingRows, sample
 from engine.sequence import SamplingParams
@@ -242,14 +242,15 @@ def test_that_only_stop_tokens_were_left_holds_for_one_draw() -> None:
 class Broken:
     """A constraint whose states fail where they are told to."""
 
-    def __init__(self, at: str) -> None:
+    def __init__(self, at: str, error: Exception | None = None) -> None:
         self.at = at
+        self.error = error or ConstraintError(f"broken at {at}")
 
     def begin(self, token_ids: tuple[int, ...]) -> ConstraintState:
         state = OneOf((b"yes",)).begin(())
 
         def fail(*_: Any) -> Any:
-            raise ConstraintError(f"broken at {self.at}")
+            raise self.error
 
         if self.at == "begin":
             fail()
@@ -268,6 +269,17 @@ def test_a_constraint_that_fails_ends_its_own_row_alone(at: str) -> None:
     assert ("No token" if at == "empty" else f"broken at {at}") in drawn.failures[0]
     assert isinstance(drawn.failures[0], OwnFault) == (at == "empty")
     assert drawn.token_ids[1] == int(logits[1].argmax())
+
+
+@pytest.mark.parametrize("at", ["begin", "allowed", "consume", "force"])
+def test_whatever_else_goes_wrong_with_a_row_ends_it_alone(at: str) -> None:
+    logits = random_logits(2, VOCAB_SIZE)
+    broken = replace(GREEDY, constraint=Broken(at, KeyError("a slip")))
+    drawn, _ = draw_rows(logits, [GREEDY, broken])
+    assert drawn.failures == {1: NOT_DRAWN}
+    assert drawn.token_ids[0] == int(logits[0].argmax())
+    with pytest.raises(MemoryError):  # which is nobody's own fault
+        draw_rows(logits, [GREEDY, replace(GREEDY, constraint=Broken(at, MemoryError()))])
 
 
 def test_forced_tokens_are_counted_like_drawn_ones() -> None:

@@ -19,7 +19,6 @@ from tests.fakes import FakeRunner, FakeTokenizer, expected_output, fake_config,
 if TYPE_CHECKING:
     from trio.testing import MockClock
 
-    from engine.batch import ScheduledBatch
     from engine.engine import Engine
     from engine.handle import Handle
 
@@ -233,32 +232,6 @@ async def test_a_reader_that_stops_reading_is_aborted(autojump_clock: MockClock)
         assert_clean(engine)
 
 
-async def test_a_step_that_fails_ends_its_requests_and_the_next_ones_are_served(autojump_clock: MockClock) -> None:
-    def break_third(batch: ScheduledBatch) -> None:
-        if batch.step == 3:
-            raise ArithmeticError("out of numbers")
-
-    async with open_fake_engine(runner=FakeRunner(256, 4, before_step=break_third)) as engine:
-        _, token_ids, last = await read(engine.submit(ask("hello", 8)))
-        assert len(token_ids) == 2
-        assert last.finish_reason is FinishReason.ERROR
-        assert "ArithmeticError" in (last.error or "")
-        assert (await read(engine.submit(ask("again", 8))))[0] == answer("again", 8)
-        assert engine.snapshot()["requests"]["finished_by_reason"]["error"] == 1
-        assert_clean(engine)
-
-
-async def test_an_engine_whose_steps_all_fail_ends_with_the_cause(autojump_clock: MockClock) -> None:
-    def always(batch: ScheduledBatch) -> None:
-        raise ArithmeticError("out of numbers")
-
-    with pytest.RaisesGroup(pytest.RaisesExc(Exception, match="3 steps in a row"), flatten_subgroups=True):
-        async with open_fake_engine(runner=FakeRunner(256, 4, before_step=always)) as engine:
-            for _ in range(3):
-                await read(engine.submit(ask("hello")))
-            await trio.sleep_forever()
-
-
 async def test_draining_finishes_what_runs_and_takes_nothing_new(autojump_clock: MockClock) -> None:
     async with open_fake_engine() as engine:
         handle = engine.submit(ask("still running", 30))
@@ -324,19 +297,6 @@ async def test_limits_change_at_a_step_boundary_and_cut_nobody(autojump_clock: M
         with pytest.raises(ValueError, match="between 1 and 16"):
             await engine.set_limits({"max_num_seqs": 17, "max_num_batched_tokens": 32})
         assert engine.limits == limits
-
-
-async def test_a_stalled_step_is_seen(autojump_clock: MockClock) -> None:
-    async with open_fake_engine(step_seconds=60.0) as engine:
-        handle = engine.submit(ask("slow", 1))
-        await trio.sleep(1)
-        assert engine.health().ready
-        await trio.sleep(20)
-        health = engine.health()
-        assert not health.ready
-        assert "stalled" in (health.reason or "")
-        await read(handle)
-        assert engine.health().ready
 
 
 async def test_every_accepted_request_ends_in_one_terminal_count(autojump_clock: MockClock) -> None:

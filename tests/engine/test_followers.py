@@ -155,11 +155,11 @@ async def test_a_follower_that_leaves_leaves_nothing(after: float, autojump_cloc
 
 
 async def test_a_leader_whose_step_fails_lets_the_others_go_on(autojump_clock: MockClock) -> None:
-    def break_second(batch: ScheduledBatch) -> None:
-        if batch.step == 2:
+    def break_leader(batch: ScheduledBatch) -> None:
+        if batch.step > 1 and 1 in batch.sequence_ids:
             raise ArithmeticError("out of numbers")
 
-    runner = FakeRunner(64, BLOCK, before_step=break_second)
+    runner = FakeRunner(64, BLOCK, before_step=break_leader)
     async with open_fake_engine(fake_config(max_num_batched_tokens=8), num_blocks=64, runner=runner) as engine:
         leader, follower = submit_choices(engine, 2)
         assert (await read(leader))[1] is FinishReason.ERROR

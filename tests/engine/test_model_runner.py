@@ -150,6 +150,32 @@ def test_a_row_that_is_not_a_number_fails_alone_and_leaves_nothing(position: int
     assert [guest.output for guest in guests + late] == expected * 2
 
 
+def test_a_sequence_that_cannot_be_given_its_seat_fails_alone_and_leaves_nothing(tiny: FakeCheckpoint) -> None:
+    nonsense = replace(GREEDY, logit_bias=(("no token", 1.0),))  # type: ignore[arg-type]
+    table = Table(make_runner(tiny), num_blocks=64, block_size=4, seats=2, chunks=(2, 64))
+    bad, good = table.seat([1, 2, 3, 4, 5], 4, nonsense), table.seat([5, 6, 7], 4)
+    table.run()
+    assert [*table.failures] == [bad.sequence_id]
+    late = [table.seat([5, 6, 7], 4) for _ in range(2)]
+    table.run()
+    assert [guest.output for guest in (good, *late)] == [alone(tiny, [5, 6, 7], 4, GREEDY)] * 3
+
+
+def test_after_a_reset_nothing_is_left_of_what_a_step_wrote(tiny: FakeCheckpoint) -> None:
+    runner = make_runner(tiny, num_blocks=8)
+    before = Table(runner, num_blocks=8, block_size=4, seats=4, chunks=(64,))
+    before.seat([1, 2, 3, 4, 5, 6], 9)
+    before.serve()
+    with torch.inference_mode():
+        for kv_cache in runner.kv_caches:
+            kv_cache.fill_(float("nan"))
+    runner.reset()
+    table = Table(runner, num_blocks=8, block_size=4, seats=4, chunks=(3,))
+    guests = [table.seat([7, 6, 5], 5), table.seat([1, 2, 3, 4], 5)]
+    table.run()
+    assert [guest.output for guest in guests] == [alone(tiny, p, 5, GREEDY) for p in ([7, 6, 5], [1, 2, 3, 4])]
+
+
 def test_a_draw_that_fails_touches_nothing_in_the_cache(tiny: FakeCheckpoint) -> None:
     """Only what was computed can be broken; where a constraint allows nothing, the blocks are as good as before."""
     runner = make_runner(tiny)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from engine.batch import StepUpdate
 from engine.scheduler import MAX_OVERTAKEN
 from engine.sequence import FinishReason, SamplingParams, Sequence
 from tests.engine.simulate import Simulation
@@ -70,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             dynamic_max_queue_delay_seconds=delay,
         )
         self.never_preempts = admission == "reserve"
+        self.was_broken = False
         self.expected = refrain if drafts else expected_output
         self.empty_steps = 0
 
@@ -132,6 +134,37 @@ class SchedulerMachine(RuleBasedStateMachine):
             limits.max_num_seqs, limits.max_num_batched_tokens, policy=policy, admission=admission
         )
 
+    @rule(broken=st.booleans())
+    def begin_anew(self, broken: bool) -> None:
+        """As after a step that failed; it does not matter what has become of blocks, seats and queues."""
+        scheduler = self.simulation.scheduler
+        if broken:
+            scheduler.kv_cache.pool.allocate(1)
+            for sequence in scheduler.running[:2]:
+                sequence.block_ids.append(0)
+        update = StepUpdate.empty()
+        scheduler.begin_anew(update)
+        assert update == StepUpdate.empty()
+        self.simulation.runner.reset()
+        scheduler.check_integrity()
+        self.was_broken = True
+
+    @rule(data=st.data())
+    def admit_only(self, data: st.DataObject) -> None:
+        """Some are tried and pass, while the others do not even wait."""
+        scheduler = self.simulation.scheduler
+        live = [sequence.sequence_id for sequence in scheduler.sequences]
+        if not live:
+            return
+        chosen = data.draw(st.sets(st.sampled_from(live)))
+        scheduler.admit_only(chosen)
+        scheduler.check_integrity()
+        for _ in range(3):
+            assert {*self.simulation.step().sequence_ids} <= chosen
+        scheduler.admit_only(None)
+        scheduler.check_integrity()
+        self.was_broken = True
+
     @rule(times=st.integers(1, 12))
     def step(self, times: int) -> None:
         for _ in range(times):
@@ -142,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_overtaken_without_bound(self) -> None:
-        if not hasattr(self, "simulation"):
+        if not hasattr(self, "simulation") or self.was_broken:
             return
         seated = [sequence for sequence in self.simulation.sequences.values() if sequence.first_seated_time is not None]
         for sequence in self.simulation.scheduler.waiting:

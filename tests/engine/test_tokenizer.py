@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequestError
+from engine.panics import PanicError
 from engine.scored_text import load_scored_text
 from engine.tokenizer import Tokenizer
 from tests.tiny_models import CONTROLS, make_backend
@@ -45,6 +46,33 @@ def test_the_scored_text_is_that_of_the_reference(checkpoint: Checkpoint, refere
     assert scored.mean_nll == reference["score"]["mean_nll"]
     assert list(scored.token_ids) == reference["score"]["ids"]
     assert checkpoint.tokenizer.encode(scored.text, parse_control=False) == list(scored.token_ids)
+
+
+class PanicException(BaseException):
+    """What a library in Rust raises when it comes upon a fault of its own."""
+
+
+class PanickingBackend:
+    """A tokenizer's rules that fall over one text."""
+
+    def __init__(self) -> None:
+        self._backend = make_backend()
+
+    def encode(self, text: str, **options: Any) -> Any:
+        if text == "panic":
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+        return self._backend.encode(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def test_a_panic_of_the_library_is_an_error_like_any_other() -> None:
+    backend: Any = PanickingBackend()
+    tokenizer = Tokenizer(backend, byte_level=True, stop_token_ids=[2])
+    with pytest.raises(PanicError, match="unwrap"):
+        tokenizer.encode("panic", parse_control=True)
+    assert tokenizer.encode("fine", parse_control=True) == make_tokenizer().encode("fine", parse_control=True)[-4:]
 
 
 def test_the_real_model_stops_at_its_end_of_turn(checkpoint: Checkpoint) -> None:

@@ -43,6 +43,7 @@ from app.render.templates import make_environment
 from app.request_id import HEADER, choose_request_id
 from app.request_pages import requests_blueprint, table_blueprint
 from app.security import Area, Gate, area_of, is_cross_site, refuse_cross_site
+from app.services import Services
 from engine.errors import RelevoError
 from engine.timeline import DEFAULT_WINDOW
 
@@ -91,6 +92,7 @@ class Context:
         endings: tells the log, and traces where they are wanted, of each request that ended.
         live: the only way to change the settings that move.
         effects: what came of such changes.
+        services: what runs beside the server.
         started_at: seconds since the epoch.
         errors: answers that are errors, by their status and their code.
         refusals: tells the log of them.
@@ -108,6 +110,7 @@ class Context:
     keys: KeyService
     limits: Limits
     endings: Endings
+    services: Services = field(default_factory=Services)
     started_at: int = field(default_factory=lambda: int(time.time()))
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
     refusals: Refusals = field(default_factory=Refusals)

@@ -29,6 +29,8 @@ _HELP: Final = {
     "max_num_batched_tokens": "The live limit of tokens in a step.",
     "num_preemptions": "Times that a request lost its seat, for want of KV blocks or to one with a better right to it.",
     "num_preemptions_by_reason": "The same, by why it was lost.",
+    "failed_steps": "Steps that failed; what they computed was computed again, and few requests ended by it, or none.",
+    "integrity_violations": "Times that the engine's state contradicted itself and was made anew.",
     "recomputed_tokens": "Tokens computed again after a preemption.",
     "padding_tokens": "Tokens that fixed batches computed for nothing.",
     "prompt_tokens": "Prompt tokens read for the first time, computed or from the prefix cache.",
@@ -134,6 +136,7 @@ class _ServerCollector(Collector):
         self._lag = context.lifecycle.lag
         self._errors = context.errors
         self._journal = context.journal
+        self._services = context.services
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
@@ -147,6 +150,11 @@ class _ServerCollector(Collector):
         for (status, code), count in {**_NO_ERRORS, **self._errors}.items():
             counter.add_metric([str(status), code], count)
         yield counter
+        text = "Times that something which runs beside the server failed and was begun again."
+        faults = CounterMetricFamily("relevo:service_failures", text, labels=["service"])
+        for name, count in self._services.num_faults.items():
+            faults.add_metric([name], count)
+        yield faults
         text = "Times that the history could not be written or was found damaged."
         yield CounterMetricFamily("relevo:history_write_failures", text, value=self._journal.num_failures)
         text = "Seconds of the history that were lost because they could not be written for too long."

@@ -26,9 +26,12 @@ from app.limits import Limits
 from app.listening import cannot_listen
 from app.live_config import LiveConfig
 from app.logs import FIELDS
+from app.services import keep_notices, watch_stalls
 from app.telemetry import Telemetry
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from app.config import Settings
     from app.tracing import Tracing
     from engine.engine import Engine
@@ -57,11 +60,17 @@ async def serve_engine(
     context = make_context(settings, engine, lifecycle, keys, journal, tracing)
     drain_seconds = settings.server.drain_timeout_seconds
     async with trio.open_nursery() as nursery:
-        for task in (
-            context.telemetry.run, context.live.run, context.keys.run, context.journal.run, context.refusals.run,
-            lifecycle.lag.run,
-        ):  # fmt: skip
+        for task in (context.telemetry.run, context.refusals.run, lifecycle.lag.run):
             nursery.start_soon(task)
+        services: dict[str, Callable[[], Awaitable[None]]] = {
+            "live_config": context.live.run,
+            "keys": context.keys.run,
+            "journal": context.journal.run,
+            "notices": partial(keep_notices, engine, context.journal, context.live),
+            "stall_watch": partial(watch_stalls, engine),
+        }
+        for name, service in services.items():
+            nursery.start_soon(context.services.run, name, service)
 
         def drain() -> None:
             # If even the drain hangs, say where, and go.

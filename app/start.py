@@ -6,6 +6,7 @@ What takes long at the start is done side by side.
 from __future__ import annotations
 
 import faulthandler
+import logging
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -21,10 +22,13 @@ from app.listening import open_listening_socket
 from app.logs import open_logs
 from app.tracing import open_tracing
 from engine.engine import open_engine
+from engine.errors import EngineError, RelevoError
 
 if TYPE_CHECKING:
     from app.config import Settings
     from app.tracing import Tracing
+
+log = logging.getLogger("relevo.server")
 
 
 async def serve(settings: Settings) -> int:
@@ -38,10 +42,24 @@ async def serve(settings: Settings) -> int:
     """
     with open_logs(settings.server.log_format, settings.server.log_level):
         async with open_tracing(wanted=settings.server.tracing) as tracing:
-            await _serve(settings, tracing)
+            try:
+                await _serve(settings, tracing)
+            except BaseException as error:
+                if is_fault(error):
+                    log.critical("the server ends by a fault of its own", exc_info=error)
+                raise
     # Only now: a hung step holds the engine's end, too.
     faulthandler.cancel_dump_traceback_later()
     return 0
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether an end of the process is to leave its traceback: it was neither wanted nor can a user mend it."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_fault, error.exceptions))
+    if isinstance(error, RelevoError):
+        return isinstance(error, EngineError)
+    return not isinstance(error, (KeyboardInterrupt, SystemExit, trio.Cancelled))
 
 
 async def _serve(settings: Settings, tracing: Tracing | None) -> None:

@@ -22,13 +22,13 @@ from app.journal.recorder import Recorder
 from app.render.palette import Palette
 from app.render.requests import MAX_ENDED_ROWS
 from app.render.scene import Scene
-from app.render.table import NUM_STEPS
+from app.render.table_runs import NUM_STEPS, find_names
 from app.render.templates import make_environment
 from app.render.view import PARTS, WINDOWED
 from engine.timeline import DEFAULT_WINDOW, WINDOWS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 
     from engine.config import EngineConfig, Limits
     from engine.engine import Health, ModelInfo
@@ -272,10 +272,9 @@ def encode_event(name: str, text: str) -> str:
     return f"event: {name}\n{lines or 'data:' + chr(10)}\n"
 
 
-def _in_sight(snapshot: Mapping[str, Any]) -> list[str]:
+def _in_sight(snapshot: Mapping[str, Any]) -> Iterable[str]:
     """Requests that are drawn: at the table, and running ones that have not been in a step yet."""
-    seen = [row[1] for step in snapshot["table"]["steps"][-NUM_STEPS:] for row in step["rows"]]
-    return seen + _seated(snapshot)
+    return (*find_names(snapshot["table"]["steps"][-NUM_STEPS:]), *_seated(snapshot))
 
 
 def _seats(snapshot: Mapping[str, Any]) -> dict[int, str]:

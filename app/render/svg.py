@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup, escape
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
+@lru_cache(maxsize=8192)  # most of a picture stands where it stood a second ago
 def number(value: float) -> str:
     """A coordinate with at most two decimals."""
     text = f"{value:.2f}"

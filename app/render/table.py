@@ -7,13 +7,22 @@ along the steps are percentages, so the picture fills any width while text and h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import escape
 
 from app.render.svg import axis_svg, number, rect, svg, text
-from app.render.table_runs import COMPUTED, count_tokens, encode_cells, find_drafts, find_runs, find_sittings
 from app.render.table_runs import NUM_STEPS as NUM_STEPS
+from app.render.table_runs import (
+    count_tokens,
+    encode_cells,
+    find_changes,
+    find_drafts,
+    find_mixed,
+    find_runs,
+    find_sittings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +34,8 @@ if TYPE_CHECKING:
 
 STRIP_HEIGHT = 44
 STRIP_GAP = 10
+# Nobody points at a lower row; the script tells of it by the keyboard.
+POINTED_PITCH = 4.0
 _STEP = 100 / NUM_STEPS
 
 
@@ -87,7 +98,15 @@ def draw_table(table: Mapping[str, Any], palette: Palette, *, seats: int, label:
     body.append(_stretched(height, _edges(runs, pitch, gap) + _several(drafts, pitch, gap)))
     body += _preemptions(steps, offset, pitch)
     body += _changes(steps, offset, total)
-    body.append(_strip(steps, count_tokens(runs, drafts)[offset:], offset, table["budget"], height + STRIP_GAP))
+    body.append(
+        _strip(
+            steps,
+            count_tokens(runs, drafts, find_mixed(steps, offset))[offset:],
+            offset,
+            table["budget"],
+            height + STRIP_GAP,
+        )
+    )
     return TablePicture(
         labels=_labels(seats, pitch, total),
         plot=svg("steps", body, height=total, label=label or _describe(steps, seats)),
@@ -109,6 +128,7 @@ def _row_pitch(seats: int) -> float:
     return max(2.0, min(high, 400 / seats))
 
 
+@cache
 def _x(column: float) -> str:
     return f"{number(column * _STEP)}%"
 
@@ -125,7 +145,8 @@ def _sittings(runs: Sequence[Run], pitch: float, gap: float, palette: Palette, f
         y, height = begin.seat * pitch, pitch - gap
         width = _x(end.last - begin.first + 1)
         css = palette.css(begin.request_id)
-        shapes.append(rect(css, _x(begin.first), y, width, height, _title(sitting, first_step)))
+        title = _title(sitting, first_step) if pitch >= POINTED_PITCH else ""
+        shapes.append(rect(css, _x(begin.first), y, width, height, title))
         shapes += [
             rect("hatch" if run.phase == "prefill" else "hatch again", _x(run.first), y, _width(run), height)
             for run in _joined(sitting)
@@ -158,8 +179,10 @@ def _joined(sitting: Sequence[Run]) -> list[Run]:
 
 def _title(sitting: Sequence[Run], first_step: int) -> str:
     begin, end = sitting[0], sitting[-1]
-    tokens = {phase: sum(run.total for run in sitting if run.phase == phase) for phase in COMPUTED}
-    what = ", ".join(f"{phase} {amount}" for phase, amount in tokens.items() if amount)
+    tokens: dict[str, int] = {}
+    for run in sitting:
+        tokens[run.phase] = tokens.get(run.phase, 0) + run.total
+    what = ", ".join([f"{phase} {amount}" for phase, amount in tokens.items()])
     steps = f"steps {first_step + begin.first} to {first_step + end.last}"
     return f"{begin.request_id} · seat {begin.seat + 1} · {what} · {steps}"
 
@@ -218,15 +241,11 @@ def _preemptions(steps: Sequence[Mapping[str, Any]], offset: int, pitch: float) 
 def _changes(steps: Sequence[Mapping[str, Any]], offset: int, height: int) -> list[str]:
     """A dashed line before the first step that was planned under a new setting."""
     marks: list[str] = []
-    for index in range(1, len(steps)):
-        if _setting(steps[index - 1]) != _setting(steps[index]):
-            x = _x(offset + index)
-            marks.append(f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="{height}"/>')
+    for column, generation in find_changes(steps, offset):
+        x = _x(column)
+        line = f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="{height}"/>'
+        marks.append(f"<g>{line}<title>Generation {generation}</title></g>")
     return marks
-
-
-def _setting(step: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    return step.get("generation"), step.get("budget")
 
 
 def _strip(steps: Sequence[Mapping[str, Any]], amounts: Sequence[Tokens], offset: int, budget: int, y: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise, starmap
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -45,23 +46,55 @@ class Drafted(NamedTuple):
 
 
 def find_runs(steps: Sequence[Mapping[str, Any]], offset: int) -> list[Run]:
-    """The runs, by seat and then by column; `offset` is the column of the first step.
-
-    Only what changes from one step to the next is looked at one by one: the table of 256 seats is drawn every second.
-    """
+    """The runs, by seat and then by column; `offset` is the column of the first step."""
     runs: list[Run] = []
-    before: dict[int, Sequence[Any]] = {}
-    begun: dict[int, int] = {}
-    for column, step in enumerate(steps, offset):
-        rows = {row[0]: row for row in _rows_of(step)}
-        changed = [seat for seat, row in rows.items() if before.get(seat) != row]
-        for seat in (*changed, *(before.keys() - rows.keys())):
-            if seat in before:
-                runs.append(Run._make((*before[seat], begun[seat], column - 1)))
-            begun[seat] = column
-        before = rows
-    runs += [Run._make((*row, begun[seat], offset + len(steps) - 1)) for seat, row in before.items()]
+    open_runs: dict[int, tuple[Sequence[Any], int]] = {}
+    for column, changes in enumerate(_each_change(steps), offset):
+        for seat, row in changes.items():
+            if seat in open_runs:
+                before, first = open_runs.pop(seat)
+                runs.append(Run._make((*before, first, column - 1)))
+            if row is not None:
+                open_runs[seat] = row, column
+    runs += [Run._make((*row, first, offset + len(steps) - 1)) for row, first in open_runs.values()]
     return sorted(runs, key=lambda run: (run.seat, run.first))
+
+
+def find_names(steps: Sequence[Mapping[str, Any]]) -> dict[str, None]:
+    """Everybody who has a row in these steps, in the order in which they come."""
+    return dict.fromkeys(row[1] for changes in _each_change(steps) for row in changes.values() if row is not None)
+
+
+def _each_change(steps: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[int, Sequence[Any] | None]]:
+    """The rows of the first step, and of each later one what is not as it was before: by seat, `None` for who left."""
+    seen = [_Seen(step) for step in steps]
+    return starmap(_changes, pairwise([_NOTHING, *seen]))
+
+
+class _Seen:
+    """A step. It equals itself alone, and does not change: what was worked out of it holds."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: Mapping[str, Any]) -> None:
+        self.step = step
+
+    def __hash__(self) -> int:
+        return id(self.step)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Seen) and self.step is other.step
+
+
+_NOTHING: Final = _Seen({"rows": ()})
+
+
+# The table of 256 seats has thirty thousand rows and is drawn every second; then most of them have been looked at.
+@lru_cache(maxsize=2 * NUM_STEPS)
+def _changes(before: _Seen, after: _Seen) -> Mapping[int, Sequence[Any] | None]:
+    old, new = ({row[0]: row for row in _rows_of(seen.step)} for seen in (before, after))
+    changes: dict[int, Sequence[Any] | None] = {seat: row for seat, row in new.items() if old.get(seat) != row}
+    return changes | dict.fromkeys(old.keys() - new.keys())
 
 
 def _rows_of(step: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
@@ -86,6 +119,23 @@ def find_drafts(steps: Sequence[Mapping[str, Any]], offset: int) -> list[Drafted
     ]
 
 
+def find_mixed(steps: Sequence[Mapping[str, Any]], offset: int) -> list[tuple[int, int, int]]:
+    """The cells that computed again what was thrown away, and went on: column, seat, and the tokens that were new."""
+    found: list[tuple[int, int, int]] = []
+    for column, step in enumerate(steps, offset):
+        again = dict(step.get("recomputed", ()))
+        rows = [row for row in step["rows"] if row[0] in again] if again else []
+        found += [(column, seat, tokens - again[seat]) for seat, _, _, tokens in rows if tokens > again[seat]]
+    return found
+
+
+def find_changes(steps: Sequence[Mapping[str, Any]], offset: int) -> list[tuple[int, int]]:
+    """The columns of the first steps that were planned under other settings, each with its generation."""
+    settings = [(step.get("generation", 0), step.get("budget")) for step in steps]
+    pairs = enumerate(pairwise(settings), offset + 1)
+    return [(column, after[0]) for column, (before, after) in pairs if before != after]
+
+
 class Tokens(NamedTuple):
     """Tokens of a step by what they were for."""
 
@@ -95,7 +145,7 @@ class Tokens(NamedTuple):
     padding: int
 
 
-def count_tokens(runs: Iterable[Run], drafts: Iterable[Drafted]) -> list[Tokens]:
+def count_tokens(runs: Iterable[Run], drafts: Iterable[Drafted], mixed: Iterable[tuple[int, int, int]]) -> list[Tokens]:
     """Tokens of each column; drafts count as those of the answer."""
     # What is added at the column where a run begins is taken away behind its last one.
     steps = {phase: [0] * (NUM_STEPS + 1) for phase in PHASES}
@@ -105,6 +155,9 @@ def count_tokens(runs: Iterable[Run], drafts: Iterable[Drafted]) -> list[Tokens]
     sums = {phase: list(accumulate(changes)) for phase, changes in steps.items()}
     for cell in drafts:
         sums["decode"][cell.column] += cell.made
+    for where, _, fresh in mixed:
+        sums["recompute"][where] -= fresh
+        sums["prefill"][where] += fresh
     columns = zip(sums["decode"], sums["prefill"], sums["recompute"], sums["padding"], strict=True)
     return [Tokens(*column) for column in columns][:NUM_STEPS]
 
@@ -129,7 +182,8 @@ def encode_cells(
     """What each cell is, for the script that tells it: JSON, as short as it is plain.
 
     `runs`: seat, first column, last column, number of the phase, tokens a step, number of the name. `budgets`: first
-    column of a budget, and the budget.
+    column of a budget, and the budget. `changes`: column, and the generation that holds from there on. `mixed`: as
+    `find_mixed` says.
     """
     names = {name: number for number, name in enumerate(dict.fromkeys(run.request_id for run in runs))}
     budgets: list[tuple[int, int]] = []
@@ -145,5 +199,7 @@ def encode_cells(
         "drafts": drafts,
         "lost": [(column, name) for column, step in enumerate(steps, offset) for name in step["preempted"]],
         "budgets": budgets,
+        "changes": find_changes(steps, offset),
+        "mixed": find_mixed(steps, offset),
     }
     return json.dumps(cells, separators=(",", ":"))

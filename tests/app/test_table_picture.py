@@ -17,7 +17,7 @@ from app.assets import static_dir
 from app.render.life import draw_strip, life_variables
 from app.render.palette import ALIKE, NUM_COLOURS, Palette
 from app.render.table import NUM_STEPS, draw_table
-from app.render.table_runs import PHASES, count_tokens, find_drafts, find_runs
+from app.render.table_runs import PHASES, count_tokens, find_drafts, find_mixed, find_names, find_runs
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&"
 # Machado, Oliveira and Fernandes, 2009, at full severity: linear RGB as it is seen without one kind of cones.
@@ -90,7 +90,7 @@ def test_the_runs_are_the_rows_and_the_strip_adds_up(seats: int, num_steps: int,
             tokens = {"prefill": rng.randint(1, 2), "decode": 1 + made, "idle": 0, "padding": 1}[phase]
             rows.append([seat, rng.choice("ab"), phase, tokens])
             drafts += [[seat, made, rng.randint(0, made)]] if made else []
-        again = [[row[0], row[3]] for row in rows if row[2] == "prefill" and rng.random() < 0.3]
+        again = [[row[0], rng.randint(1, row[3])] for row in rows if row[2] == "prefill" and rng.random() < 0.3]
         steps.append(step(number + 1, *rows, drafts=drafts, recomputed=again))
     shown = steps[-NUM_STEPS:]
     offset = NUM_STEPS - len(shown)
@@ -103,10 +103,13 @@ def test_the_runs_are_the_rows_and_the_strip_adds_up(seats: int, num_steps: int,
         for seat, name, phase, tokens in s["rows"]:
             was[column, seat] = (name, "recompute" if seat in again_at else phase, tokens - made_at.get(seat, 0))
     assert told == was
-    sums = count_tokens(runs, cells)
+    assert find_runs(shown, offset) == find_runs([dict(s) for s in shown], offset) == runs, "whatever was known before"
+    assert [*find_names(shown)] == [*dict.fromkeys(row[1] for s in shown for row in s["rows"])]
+    sums = count_tokens(runs, cells, find_mixed(shown, offset))
     assert len(sums) == NUM_STEPS
     for column, s in enumerate(shown, offset):
         assert sum(sums[column]) == sum(row[3] for row in s["rows"])
+        assert sums[column].again == sum(tokens for _, tokens in s["recomputed"]), "what is new is none of it"
         assert sums[column].decode == sum(row[3] for row in s["rows"] if row[2] == "decode")
 
 

@@ -1,8 +1,9 @@
-"""What a tick of the dashboard costs the server: milliseconds of each partial, and of looking at the engine.
+"""What a tick of the dashboard costs the server: milliseconds of CPU of each partial, and of looking at the engine.
 
     python -m tests.bench.ops_tick [--seats 256] [--blocks 100000] [--minutes 15]
 
-The engine is made up; what is drawn is not: every seat taken, a queue, and windows full of samples. Medians.
+What is drawn comes from a made-up engine: every seat taken, a queue, and windows full of samples. The engine's own
+numbers are asked of a real one over the fake model, with as many on its seats. Medians.
 """
 
 from __future__ import annotations
@@ -11,19 +12,42 @@ import argparse
 import random
 import time
 from collections import defaultdict
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import trio
 
 from app.render.view import PARTS
+from engine.handle import GenerationRequest, TextPrompt
+from engine.sequence import SamplingParams
 from tests.fake_snapshot import FakeEngine, watched
+from tests.fakes import fake_config, open_fake_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.engine import Engine
+
 WARM_SECONDS = 120
 TOKENS = 200_000
+STEPS_A_TICK = 10
+WAITING = 40
+
+
+class Watch:
+    """CPU seconds of this thread by what they went into, a figure a tick."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def __call__(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Do it and note what it took."""
+        began = time.thread_time()
+        answer = call(*arguments)
+        self.seconds[name].append(time.thread_time() - began)
+        return answer
 
 
 def fill(engine: FakeEngine, seconds: int) -> None:
@@ -34,34 +58,54 @@ def fill(engine: FakeEngine, seconds: int) -> None:
     engine.now = float(seconds)
 
 
-async def measure(options: argparse.Namespace) -> None:
-    """Print the table."""
+async def run_steps(engine: Engine, number: int) -> None:
+    """Let the engine go on by so many."""
+    until = engine.snapshot()["step"]["count"] + number
+    while engine.snapshot()["step"]["count"] < until:
+        await trio.sleep(0.01)
+
+
+async def watch_engine(options: argparse.Namespace, watch: Watch) -> None:
+    """The numbers of an engine whose seats are all taken."""
+    limits = {"max_num_seqs": options.seats, "max_num_batched_tokens": 4 * options.seats, "block_size": 16}
+    config = fake_config(**limits, capacity_num_seqs=options.seats, capacity_num_batched_tokens=4 * options.seats)
+    async with open_fake_engine(config, num_blocks=options.blocks, max_model_len=2048, step_seconds=0.0) as engine:
+        for number in range(options.seats + WAITING):
+            prompt = TextPrompt("hello " * (number % 30 + 1))
+            params = SamplingParams(max_tokens=1000)
+            engine.submit(GenerationRequest(f"chatcmpl-{number:024x}", prompt, params, ignore_eos=True))
+            await trio.lowlevel.checkpoint()
+        await run_steps(engine, WARM_SECONDS)
+        for _ in range(options.ticks):
+            await run_steps(engine, STEPS_A_TICK)
+            watch("(the engine's numbers)", engine.snapshot)
+
+
+async def watch_pages(options: argparse.Namespace, watch: Watch) -> None:
+    """Everything that is done with such numbers."""
     engine = FakeEngine("overloaded", seats=options.seats, budget=1024, total_blocks=options.blocks, rate=60.0)
     fill(engine, options.minutes * 60)
     telemetry = watched(engine, WARM_SECONDS)
-    seconds: defaultdict[str, list[float]] = defaultdict(list)
-
-    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.perf_counter()
-        answer = call(*arguments)
-        seconds[name].append(time.perf_counter() - began)
-        return answer
-
     window = options.window * 60
     for _ in range(options.ticks):
         engine.advance()
-        telemetry.tick(engine.now)
         snapshot = engine.snapshot()
-        scene = timed("(numbers of the window)", telemetry._scene, snapshot, window)
+        with patch.object(engine, "snapshot", partial(dict, snapshot)):
+            watch("(kept and written down)", telemetry.tick, engine.now)
+        scene = watch("(numbers of the window)", telemetry._scene, snapshot, window)
         for name in PARTS:
-            timed(name, telemetry._render, name, scene)
-    taken_seats, waiting = len(engine.running), len(engine.waiting)
-    print(f"{taken_seats} of {engine.seats} seats taken, {waiting} wait, {engine.total_blocks:,} blocks")
-    total = 0.0
-    for name, taken in seconds.items():
-        total += median(taken)
+            watch(name, telemetry._render, name, scene)
+    print(f"{len(engine.running)} of {engine.seats} seats taken, {len(engine.waiting)} wait, {options.blocks:,} blocks")
+
+
+async def measure(options: argparse.Namespace) -> None:
+    """Print the table."""
+    watch = Watch()
+    await watch_engine(options, watch)
+    await watch_pages(options, watch)
+    for name, taken in watch.seconds.items():
         print(f"{name:26} {median(taken) * 1e3:8.2f} ms")
-    print(f"{'all':26} {total * 1e3:8.2f} ms")
+    print(f"{'all':26} {sum(map(median, watch.seconds.values())) * 1e3:8.2f} ms")
 
 
 def main() -> None:

@@ -157,8 +157,7 @@ def this_request() -> dict[str, Any]:
 class Refusals:
     """A line for each refusal, up to so many a second; those beyond are counted and told together."""
 
-    def __init__(self, max_a_second: int = MAX_REFUSALS_A_SECOND) -> None:
-        self._max = max_a_second
+    def __init__(self) -> None:
         self._since = -1.0
         self._num_told = 0
         self._untold: Counter[str] = Counter()
@@ -171,7 +170,7 @@ class Refusals:
             code: from a closed set, as `about` is from what clients cannot choose freely.
         """
         self._turn(trio.current_time())
-        if self._num_told < self._max:
+        if self._num_told < MAX_REFUSALS_A_SECOND:
             self._num_told += 1
             log.info("refused", extra={FIELDS: {"status": status, "code": code, **about}})
         else:

@@ -14,9 +14,12 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import logs
+from app import endings, logs
 from app.endings import MAX_REFUSALS_A_SECOND, Refusals
 from app.logs import FIELDS, FORMATS, HumanFormatter, JsonFormatter, LineWriter, open_logs
+from engine.errors import ConstraintError
+from engine.handle import GenerationRequest, TextPrompt
+from engine.sequence import SamplingParams
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_server
 from tests.fakes import FakeRunner
 
@@ -149,8 +152,8 @@ async def test_who_leaves_and_what_fails_is_told_with_its_cause(caplog: pytest.L
         fails = True
         await server.client.post(CHAT, json=chat_body())
         await server.settle()
-    endings = [(line["finish_reason"], line["abort_cause"]) for line in told(caplog, "finished")]
-    assert endings == [("abort", "client"), ("abort", "timeout"), ("error", None)]
+    ended = [(line["finish_reason"], line["abort_cause"]) for line in told(caplog, "finished")]
+    assert ended == [("abort", "client"), ("abort", "timeout"), ("error", None)]
     refused = [(line["status"], line["code"]) for line in told(caplog, "refused")]
     assert refused == [(408, "timeout"), (500, "engine_error")]
 
@@ -198,8 +201,18 @@ class Key(httpx.Auth):
         yield request
 
 
+class Failing:
+    """A constraint that cannot be followed, and says by what it was broken."""
+
+    def begin(self, token_ids: tuple[int, ...]) -> Any:
+        raise ConstraintError(f"The grammar does not allow it: {MARKER}")
+
+
 @pytest.mark.parametrize("log_format", FORMATS)
-async def test_no_word_of_prompt_or_answer_is_in_the_log(log_format: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_word_of_prompt_or_answer_is_in_the_log(
+    log_format: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "MAX_REFUSALS_A_SECOND", 1000)
     caplog.set_level(logging.WARNING, "httpx")  # the client, who logs its own addresses
     tool = {"type": "function", "function": {"name": MARKER, "description": MARKER, "parameters": {"title": MARKER}}}
     says = {"role": "user", "content": MARKER, "name": MARKER}
@@ -232,7 +245,12 @@ async def test_no_word_of_prompt_or_answer_is_in_the_log(log_format: str, caplog
             await server.client.get(f"/v1/models/{MARKER}?{MARKER}={MARKER}")
             await server.client.post("/tokenize", json={"prompt": MARKER, "add_special_tokens": MARKER})
             await server.settle()
+            failing = SamplingParams(max_tokens=3, constraint=Failing())
+            handle = server.engine.submit(GenerationRequest("fails", TextPrompt(MARKER), failing))
+            assert MARKER in ((await handle.take()).error or ""), "whoever asked is told all of it"
+            await server.settle()
     lines = stream.getvalue()
+    assert "fails ends with an error: The grammar does not allow it" in lines
     assert lines.count("finished") >= 4
-    assert lines.count("refused") >= len(wrong)
+    assert lines.count("refused") >= len(wrong) + 3, "none of them untold"
     assert MARKER not in lines

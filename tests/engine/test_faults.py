@@ -12,12 +12,15 @@ import trio
 
 from engine.block_pool import BlockPool
 from engine.errors import EngineError, UnavailableError
+from engine.grammar.spec import GrammarSpec
 from engine.handle import GenerationRequest, TextPrompt
 from engine.kv_cache import KVCache
+from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, SamplingParams
 from engine.stats import Stats
 from engine.trials import MAX_FAILED_CONTROLS
+from tests.engine import tiny_engine
 from tests.fakes import FakeRunner, Poison, expected_output, fake_config, open_fake_engine, read_deltas
 
 if TYPE_CHECKING:
@@ -394,3 +397,29 @@ async def test_a_row_that_fails_fails_alone_and_is_logged_with_its_name(caplog: 
         assert "request poison ends with an error: It cannot be drawn." in caplog.text
         assert faults_of(engine)["failed_steps"] == 0
         await assert_sound(engine)
+
+
+async def test_a_real_model_answers_the_same_after_steps_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With noise, penalties and grammars, whose states begin anew behind the tokens there are."""
+    requests = [
+        tiny_engine.ask(
+            GrammarSpec("regex", "[a-z]{40,60}", "grammar") if seed % 2 else None, seed, max_tokens=50, num_logprobs=2
+        )
+        for seed in range(6)
+    ]
+    async with tiny_engine.open_tiny_engine() as engine:
+        expected = await tiny_engine.answer_all(engine, requests)
+    execute, lost = ModelRunner.execute, []
+
+    def loses(self: ModelRunner, batch: ScheduledBatch) -> StepOutput:
+        output = execute(self, batch)  # rows, cache and grammars have gone on
+        if batch.step in (1, 4, 5, 30):
+            lost.append(batch.step)
+            raise ArithmeticError("lost")
+        return output
+
+    monkeypatch.setattr(ModelRunner, "execute", loses)
+    async with tiny_engine.open_tiny_engine() as engine:
+        assert await tiny_engine.answer_all(engine, requests) == expected
+        assert lost == [1, 4, 5, 30]
+        assert faults_of(engine)["failed_steps"] == 4

@@ -88,7 +88,11 @@
   function options([title, word, lines, more = {}], data) {
     const paint = colours();
     const axis = { stroke: paint.ink, grid: { stroke: paint.line, width: 1 }, ticks: { stroke: paint.line, width: 1 }, font: "11px system-ui" };
-    const print = (plot, value) => (value == null ? "–" : word(value));
+    // Where nothing is pointed at, the last value there is.
+    const print = (plot, value, line, index) => {
+      const shown = index == null ? plot.data[line].findLast((known) => known != null) : value;
+      return shown == null ? "–" : word(shown);
+    };
     const target = more.target && data.targets[more.target];
     const series = lines.map(([label, , css]) => ({
       label, stroke: paint[css], width: css === "strong" ? 2 : 1, value: print, points: { show: false },

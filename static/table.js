@@ -44,12 +44,17 @@
     for (const [, first, end, , each] of table.runs) if (first <= column && column <= end) sum += each;
     for (const [where, , made] of table.drafts) if (where === column) sum += made;
     const budget = table.budgets.filter(([from]) => from <= column).at(-1);
-    return `step ${count(table.first + column - table.offset)} computed ${count(sum)} of ${count(budget ? budget[1] : 0)} tokens`;
+    const change = table.changes.find(([where]) => where === column);
+    return `step ${count(table.first + column - table.offset)} computed ${count(sum)} of ${count(budget ? budget[1] : 0)} tokens` +
+      (change ? `, the first under generation ${count(change[1])} of the settings` : "");
   }
 
   function describeRun(run, column, seat) {
     if (run.phase === "prefill") return `reads its prompt, ${tokens(run.each)}`;
-    if (run.phase === "recompute") return `computes again what a preemption threw away, ${tokens(run.each)}`;
+    if (run.phase === "recompute") {
+      const [, , fresh] = table.mixed.find(([where, there]) => where === column && there === seat) || [0, 0, 0];
+      return `computes again what a preemption threw away, ${tokens(run.each - fresh)}` + (fresh ? `, and goes on by ${count(fresh)}` : "");
+    }
     if (run.phase === "idle") return "keeps its seat and has no tokens";
     if (run.phase === "padding") return `computes for nothing, ${tokens(run.each)}`;
     const [, , made, right] = table.drafts.find(([where, there]) => where === column && there === seat) || [0, 0, 0, 0];
@@ -114,8 +119,8 @@
     while (wanted !== null) {
       const to = wanted;
       wanted = null;
-      // Where the server does not answer the picture stays, and the page says so by itself.
-      await htmx.ajax("GET", `/ops/table?to=${to}`, { target: picture });
+      // Where the server cannot be reached the picture stays, and the page says so by itself.
+      await htmx.ajax("GET", `/ops/table?to=${to}`, { target: picture }).catch(() => {});
     }
     fetching = false;
   }

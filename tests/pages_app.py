@@ -1,85 +1,124 @@
-"""The pages over a made-up engine, on a real socket: for looking at every state in a browser.
+"""The whole server over the fake model after ten minutes of such a load: for looking at every page in every state.
 
-python -m tests.pages_app busy 8321
+    python -m tests.pages_app busy 8321
+
+The ten minutes pass on a clock that jumps, which takes some seconds; then it is that of the wall.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import sys
-from types import SimpleNamespace
-from typing import Any
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final
 
-import hypercorn.trio
 import trio
-from hypercorn.config import Config
-from quart import Response, g
-from quart_trio import QuartTrio
+from trio.testing import MockClock
 
-from app.admin import admin_blueprint
-from app.history_pages import history_blueprint
-from app.live_config import LiveConfig
-from app.pages import pages_blueprint
-from app.render.templates import make_environment
-from tests.fake_snapshot import FakeEngine, watched
+from app.config import Settings
+from app.config_schema import KeyLimits
+from app.journal.journal import open_journal
+from app.key_service import open_keys
+from app.lifecycle import Lifecycle
+from app.listening import open_listening_socket
+from app.server import make_context, run_http
+from engine.errors import UnavailableError
+from engine.handle import GenerationRequest, TextPrompt
+from engine.sequence import SamplingParams
+from tests.fakes import fake_config, open_fake_engine, read_deltas
 
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
-def make_pages_app(engine: FakeEngine, telemetry: Any) -> tuple[QuartTrio, LiveConfig]:
-    """Pages, settings and history; no model behind the chat. The settings want to be run."""
-    journal = telemetry.journal
-    live: Any = LiveConfig(engine, journal.audit)  # type: ignore[arg-type]
-
-    def stats(window_seconds: int) -> dict[str, Any]:
-        return telemetry.complete(engine.snapshot(), window_seconds)  # type: ignore[no-any-return]
-
-    context: Any = SimpleNamespace(
-        engine=engine, telemetry=telemetry, journal=journal, live=live, effects=None, stats=stats
-    )
-    app = QuartTrio("pages", static_folder=None)
-    app.register_blueprint(pages_blueprint(context))
-    app.register_blueprint(admin_blueprint(context))
-    app.register_blueprint(history_blueprint(context))
-    templates = make_environment()
-
-    @app.before_request
-    async def know_who() -> None:
-        g.who = "admin"
-
-    @app.get("/login")
-    async def login() -> Response:
-        html = templates.get_template("login.html").render(
-            next="/", error="This is neither an API key nor the admin token."
-        )
-        return Response(html, content_type="text/html")
-
-    @app.get("/missing")
-    async def missing() -> Response:
-        html = templates.get_template("error.html").render(
-            status=404, title="Not Found", message="There is nothing here."
-        )
-        return Response(html, content_type="text/html")
-
-    return app, live
+# Requests a second, as a rule and in the middle minutes.
+LOADS: Final = {
+    "idle": (0.0, 0.0), "busy": (0.9, 1.4), "overloaded": (1.0, 3.0), "draining": (1.0, 1.2), "stalled": (0.9, 1.0),
+}  # fmt: skip
+WARM_SECONDS: Final = 600.0
+BUSY_FROM, BUSY_TO = 300.0, 480.0
+STEP_SECONDS: Final = 0.1
+STALL_SECONDS: Final = 40.0
+KEYS: Final = ("", "", "support", "search")
+WORDS: Final = ("every ", "seat of ", "the table ", "is ", "taken ", "again and again ")
 
 
-async def serve(mode: str, port: int, **options: Any) -> None:
-    """Serve until interrupted; the made-up engine lives in real time."""
-    engine = FakeEngine(mode, **options)
-    telemetry = watched(engine)
+class Crowd:
+    """Everybody who asks."""
 
-    async def live() -> None:
-        while True:
-            await trio.sleep(1)
-            engine.advance()
-            telemetry.tick(engine.now)
+    def __init__(self, engine: Engine, state: str) -> None:
+        self._engine = engine
+        self._loads = LOADS[state]
+        self._goes_on = state == "overloaded"
+        self._source = random.Random(7)
+        self.step_seconds = STEP_SECONDS
 
-    config = Config()
-    config.bind = [f"127.0.0.1:{port}"]
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(live)
-        app, config_changes = make_pages_app(engine, telemetry)
-        nursery.start_soon(config_changes.run)
-        await hypercorn.trio.serve(app, config)  # type: ignore[arg-type]
+    async def run(self) -> None:
+        """Ask for ever."""
+        calm, high = self._loads
+        async with trio.open_nursery() as nursery:
+            while calm:
+                now = trio.current_time()
+                is_high = BUSY_FROM < now < BUSY_TO or (self._goes_on and now > BUSY_FROM)
+                await trio.sleep(self._source.expovariate(high if is_high else calm))
+                nursery.start_soon(self._ask)
+
+    async def _ask(self) -> None:
+        source = self._source
+        prompt = TextPrompt("".join(source.choices(WORDS, k=int(source.lognormvariate(2.4, 0.8)) + 1)))
+        params = SamplingParams(max_tokens=min(400, int(source.lognormvariate(4.0, 0.8)) + 2))
+        key, background = source.choice(KEYS), source.random() < 0.1
+        name = f"chatcmpl-{source.randbytes(12).hex()}"
+        with suppress(UnavailableError):  # which the pages tell of
+            request = GenerationRequest(name, prompt, params, key_name=key, background=background)
+            async for _ in read_deltas(self._engine.submit(request)):
+                pass
+
+
+def ends_early(prompt: list[int]) -> int | None:
+    """Two answers in three come to an end by themselves."""
+    return 8 + sum(prompt) % 90 if sum(prompt) % 3 else None
+
+
+async def serve(state: str, port: int, clock: MockClock) -> None:
+    """Serve until interrupted."""
+    settings = Settings.model_validate({"server": {"keep_request_texts": True}})
+    began = time.time() - WARM_SECONDS
+    slowness = [STEP_SECONDS]
+    limits = {"max_num_seqs": 12, "max_num_batched_tokens": 96, "capacity_num_seqs": 48, "block_size": 16}
+    config = fake_config(**limits, max_waiting=40, keep_request_texts=True, served_model_name="smollm2-135m")
+    fake = {"num_blocks": 160, "max_model_len": 2048, "end_after": ends_early, "step_seconds": lambda: slowness[0]}
+    with TemporaryDirectory() as temporary, open_listening_socket("127.0.0.1", port) as listener:
+        folder = Path(temporary)
+        async with (
+            open_keys(settings, folder) as keys,
+            open_journal(folder) as journal,
+            open_fake_engine(config, **fake) as engine,
+            trio.open_nursery() as nursery,
+        ):
+            journal.wall = lambda: began + trio.current_time()
+            context = make_context(settings, engine, Lifecycle(), keys, journal)
+            for task in (Crowd(engine, state).run, context.telemetry.run, context.live.run):
+                nursery.start_soon(task)
+            clock.autojump_threshold = 0
+            await trio.sleep(WARM_SECONDS)
+            if state == "stalled":
+                slowness[0] = 1e6
+                await trio.sleep(STALL_SECONDS)
+            clock.autojump_threshold, clock.rate = math.inf, 1.0
+            for name in KEYS[2:]:
+                await keys.make(name, KeyLimits(max_concurrent=4))
+            change = {"draining": True} if state == "draining" else {"max_num_seqs": 14}
+            await context.live.apply({**change, "reason": "an evening's guests"}, who="admin")
+            nursery.start_soon(journal.run)
+            nursery.start_soon(partial(run_http, context, listener))
+            await trio.sleep_forever()
 
 
 if __name__ == "__main__":
-    trio.run(serve, sys.argv[1], int(sys.argv[2]))
+    the_clock = MockClock()
+    trio.run(serve, sys.argv[1], int(sys.argv[2]), the_clock, clock=the_clock)

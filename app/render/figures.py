@@ -84,7 +84,7 @@ def count_groups(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
         ("tokens of padding", numbers.count(snapshot["padding"]["tokens"]), "", "useful"),
         ("KV never written", str(numbers.percent(wasted(snapshot))), "", "waste"),
         *(
-            [("guessed tokens right", f"{numbers.count(right)} of {numbers.count(made)}", "", "guesses")]
+            [("guesses right", f"{numbers.count(right)} of {numbers.count(made)}", "", "guesses")]
             if made
             else []
         ),
@@ -96,7 +96,7 @@ def count_groups(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"title": "Finished", "rows": [_count(words.FINISHED, k, n, alarms=("error",)) for k, n in finished.items()]},
         {
             "title": "Refused",
-            "rows": [_count(words.REJECTED, k, n, alarms=("queue_full",)) for k, n in rejected.items()],
+            "rows": [_count(words.REJECTED, k, n, alarms=("queue_full",)) for k, n in rejected.items() if n],
         },
     ]
 

@@ -63,9 +63,9 @@ TERMS: Final = {
     "Where the time went": "spent",
     "Busy": "busy",
     "Useful rows": "useful",
-    "Guessed tokens right": "guesses",
+    "Guesses right": "guesses",
     "Computed again": "recomputed",
-    "Preempted": "lost",
+    "Lost for memory, to a better right": "lost",
     "Token budget": "budget",
     "Event loop lag": "lag",
 }

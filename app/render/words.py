@@ -25,7 +25,7 @@ ABORTED = {
     "admin": "by an operator",
     "error": "another part of it failed",
 }
-PREEMPTED = {"kv_memory": "preempted, no KV memory", "better_right": "preempted for a better right"}
+PREEMPTED = {"kv_memory": "lost for memory", "better_right": "lost to a better right"}
 PHASES = {
     "queued": "waits for a seat",
     "preempted": "preempted, waits again",

@@ -60,8 +60,10 @@ async def test_a_finished_request_has_a_page_and_its_twin() -> None:
         told = (answer["id"], "Cut at its limit", "100 tokens, 0 cached", "reads its prompt", "keep_request_texts")
         for words in told:
             assert words in page
+        for shown in (page, (await server.client.get("/ops/requests", headers=HTML)).text):
+            assert 'id="state" hx-get="/ops/state" hx-trigger="every 10s"' in shown, "the line at the top goes on"
         assert "Abort" not in page
-        assert "hx-get" not in page  # nothing more can happen to it
+        assert page.count("hx-get") == 1, "nothing more can happen to it"
         first = life["spans"][1]["steps"][0]
         assert f'href="/ops?to={first}#table"' in page
         everybody = (await server.client.get("/ops/requests", headers=HTML)).text

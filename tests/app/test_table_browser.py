@@ -81,16 +81,15 @@ def test_pointing_tells_what_a_cell_is(page: Page, busy: str) -> None:
     page.mouse.move(box["x"] + box["width"] * (first + 0.5) / 120, box["y"] + box["pitch"] * (seat + 0.5))
     words = page.locator("#cell").inner_text()
     step = table["first"] + first - table["offset"]
-    assert (
-        words
-        == f"Seat {seat + 1}: {table['names'][name]} reads its prompt, 8 tokens · step {step} computed 9 of 64 tokens"
-    )
+    computed = sum([run[4] for run in table["runs"] if run[1] <= first <= run[2]])
+    told = f"step {step} computed {computed} of 64 tokens"
+    assert words == f"Seat {seat + 1}: {table['names'][name]} reads its prompt, 8 tokens · {told}"
     assert page.locator(".cursor").count() == 1
     # The next cell is another step; below the seats it is the step alone.
     page.mouse.move(box["x"] + box["width"] * (first + 1.5) / 120, box["y"] + box["pitch"] * (seat + 0.5))
     assert "decodes, 1 token · step" in page.locator("#cell").inner_text()
     page.mouse.move(box["x"] + box["width"] * (first + 0.5) / 120, box["y"] + box["pitch"] * 2 + 30)
-    assert page.locator("#cell").inner_text() == f"step {step} computed 9 of 64 tokens"
+    assert page.locator("#cell").inner_text() == told
     # Where the mouse leaves, what it told last stays, and leads to the timeline.
     page.mouse.move(box["x"] + box["width"] * (first + 0.5) / 120, box["y"] + box["pitch"] * (seat + 0.5))
     page.locator("#cell-request").click()
@@ -205,13 +204,24 @@ def test_a_timeline_goes_on_until_its_request_ends(page: Page) -> None:
         page.goto(f"{url}/ops")
         page.locator(".requests.open a.id").first.click()
         page.get_by_role("heading", name="Running on seat 1").wait_for()
-        page.get_by_role("heading", name="Longest answer").wait_for(timeout=30_000)
+        page.get_by_role("heading", name="Cut at its limit").wait_for(timeout=30_000)
         assert page.locator("#life").get_attribute("hx-get") is None
         assert "250 tokens" in page.locator(".facts-list").inner_text()
         # From a step of its life to the table of that time.
         page.locator(".spans a").last.click()
         page.wait_for_url(re.compile(r"/ops\?to="))
         assert page.locator("#pause").get_attribute("aria-pressed") == "true"
+
+
+def test_steps_that_could_not_be_fetched_are_when_they_are_asked_for_again(page: Page, busy: str) -> None:
+    page.goto(f"{busy}/ops")
+    until(page, f"{NEWEST} > 400")
+    page.route("**/ops/table?*", lambda route: route.abort())
+    with page.expect_event("requestfailed"):
+        page.click("#earlier")
+    page.unroute("**/ops/table?*")
+    page.click("#earlier")
+    until(page, "document.querySelector('.plot.table[data-past]') !== null")
 
 
 def test_all_of_it_works_without_javascript(browser: Browser, busy: str) -> None:

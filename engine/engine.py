@@ -127,7 +127,7 @@ class Engine:
     def _connect(self, loaded: LoadedModel, grammars: GrammarCompiler, stepper: Stepper) -> None:
         """Make the channels and the actors. No channel that is sent to without waiting can ever be full.
 
-        An open request has sent at most one Add and two Ends, and stays open until the scheduler has seen them.
+        An open request has sent at most one Add and three Ends, and stays open until the scheduler has seen them.
         """
         config = self.config
         max_open = 2 * (MAX_OVERFLOW * MAX_WAITING + config.capacity_num_seqs) + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from engine.experience import all_experience, course
@@ -183,8 +182,7 @@ class Report:
     def _active(self, now: float) -> dict[str, Any]:
         """Who runs, and behind them who waits, class by class in the order in which they joined; of very many some."""
         scheduler = self._scheduler
-        queued = chain(*[work.queue for work in scheduler.classes])
-        listed = [*scheduler.running, *islice(queued, MAX_LISTED_WAITING)]
+        listed = [*scheduler.running, *scheduler.waiting[:MAX_LISTED_WAITING]]
         return {
             "active": [line_of(sequence, scheduler, now) for sequence in listed],
             "active_left_out": max(0, scheduler.num_waiting - MAX_LISTED_WAITING),
@@ -229,4 +227,5 @@ class Report:
         return found
 
     def _waiting_by_reason(self) -> dict[str, int]:
-        return dict(Counter([work.why_waits(waiting) for work in self._scheduler.classes for waiting in work.queue]))
+        classes = self._scheduler.classes
+        return dict(Counter([classes[one.background].why_waits(one) for one in self._scheduler.waiting]))

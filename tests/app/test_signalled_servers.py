@@ -24,5 +24,5 @@ def test_50_servers_that_are_told_to_end_at_a_random_moment() -> None:
     assert [server for server in servers if server["code"] != 0 or server["seconds"] > MAX_SECONDS] == []
     # While loading, and with clients of every kind.
     assert sum("ready" not in server["log"] for server in servers) >= 5
-    assert sum(server["clients"] >= 10 for server in servers) >= 5
+    assert sum(server["clients"] >= 5 for server in servers) >= 5
     assert not [server["log"] for server in servers if "Traceback" in server["log"]]

@@ -60,12 +60,13 @@ async def serve_engine(
     context = make_context(settings, engine, lifecycle, keys, journal, tracing)
     drain_seconds = settings.server.drain_timeout_seconds
     async with trio.open_nursery() as nursery:
-        for task in (context.telemetry.run, context.refusals.run, lifecycle.lag.run):
-            nursery.start_soon(task)
+        nursery.start_soon(context.telemetry.run)
+        nursery.start_soon(lifecycle.lag.run)
         services: dict[str, Callable[[], Awaitable[None]]] = {
             "live_config": context.live.run,
             "keys": context.keys.run,
             "journal": context.journal.run,
+            "refusals": context.refusals.run,
             "notices": partial(keep_notices, engine, context.journal, context.live),
             "stall_watch": partial(watch_stalls, engine),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import trio
 
@@ -19,7 +19,7 @@ from engine.sequence import FinishReason
 from engine.step_log import StepLog, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from engine.batch import ScheduledBatch
     from engine.faults import Notice
@@ -282,13 +282,10 @@ class Scheduling:
             case Add(sequence):
                 await self._add(sequence)
             case SetLimits(changes, done, flush):
-                limits = self.scheduler.limits
-                limits = replace(limits, generation=limits.generation + 1, **changes)
-                self.scheduler.set_limits(limits)
-                self.scheduler.kv_cache.enable_prefix_caching = limits.enable_prefix_caching
-                if flush:
-                    self.scheduler.kv_cache.flush(self.scheduler.running)
-                done.set()
+                try:
+                    self._set_limits(changes, flush=flush)
+                finally:
+                    done.set()  # whoever waits is not to wait for ever
             case End(sequence_id, reason):
                 now = trio.current_time()
                 known = self.scheduler.abort(sequence_id, reason) is not None
@@ -296,6 +293,14 @@ class Scheduling:
                 if known and reason is FinishReason.ABORT:
                     await self._results.send(_ending(sequence_id, reason, now))
         self._command = None
+
+    def _set_limits(self, changes: Mapping[str, Any], *, flush: bool) -> None:
+        limits = self.scheduler.limits
+        limits = replace(limits, generation=limits.generation + 1, **changes)
+        self.scheduler.set_limits(limits)
+        self.scheduler.kv_cache.enable_prefix_caching = limits.enable_prefix_caching
+        if flush:
+            self.scheduler.kv_cache.flush(self.scheduler.running)
 
     async def _add(self, sequence: Sequence) -> None:
         try:

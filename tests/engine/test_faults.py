@@ -423,3 +423,22 @@ async def test_a_real_model_answers_the_same_after_steps_were_lost(monkeypatch: 
         assert await tiny_engine.answer_all(engine, requests) == expected
         assert lost == [1, 4, 5, 30]
         assert faults_of(engine)["failed_steps"] == 4
+
+
+async def test_a_change_of_limits_that_meets_a_broken_state_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_fake_engine() as engine:
+        handle = engine.submit(ask("stays", 40))
+        await trio.sleep(0.1)
+        flush, hook = KVCache.flush, once(KeyError("a slip"))
+
+        def slips(self: KVCache, running: Any) -> None:
+            hook()
+            flush(self, running)
+
+        monkeypatch.setattr(KVCache, "flush", slips)
+        with trio.fail_after(1):
+            assert (await engine.set_limits({"max_num_seqs": 2}, flush=True)).max_num_seqs == 2
+        await assert_right(handle)
+        await assert_sound(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,8 +18,9 @@ from app.api.errors import ErrorAnswer
 
 # What may come behind a request before it is answered.
 MAX_AHEAD_BYTES: Final = 1 << 16
-# The bytes of a header field that are neither name nor value.
-_FIELD_BYTES: Final = 4
+# Taking a field apart takes microseconds, in which nobody else is served.
+MAX_FIELDS: Final = 200
+_END_OF_HEAD: Final = re.compile(rb"\n\r?\n")
 _PRIOR_KNOWLEDGE: Final = b"PRI * HTTP/2.0\r\n\r\n"
 
 
@@ -36,6 +38,12 @@ class Http1(H11Protocol):
 
     *It stays HTTP.* Nobody here speaks WebSocket, and HTTP/2 is spoken by prior knowledge, from the first byte on.
     Whatever else a request would like its connection to become, it is answered as what it is.
+
+    *Nobody can take a request for two*: what tells its length in two ways is refused, whichever of them a proxy
+    before the server believes.
+
+    *What is too large is refused before it is taken apart.* The parser looks at the size of a head that comes in parts,
+    and takes one that comes at once for what it is.
 
     *Its errors have a shape*, also those of bytes that are no HTTP.
     """
@@ -58,6 +66,9 @@ class Http1(H11Protocol):
             while True:
                 if self.connection.they_are_waiting_for_100_continue:
                     await self._send_h11_event(h11.InformationalResponse(status_code=100, headers=[]))
+                if self._is_head_too_large():
+                    await self._refuse(431)
+                    return
                 try:
                     event = self.connection.next_event()
                 except h11.RemoteProtocolError as error:
@@ -87,11 +98,11 @@ class Http1(H11Protocol):
         if request.http_version not in (b"1.0", b"1.1"):
             if self.keep_alive_requests == 1 and (request.method, request.target) == (b"PRI", b"*"):
                 raise H2ProtocolAssumedError(_PRIOR_KNOWLEDGE + self.connection.trailing_data[0])
-            await self._refuse(505)
+            await self._refuse(505, is_head=request.method == b"HEAD")
             return False
-        num_bytes = len(request.target) + sum(len(name) + len(value) + _FIELD_BYTES for name, value in request.headers)
-        if num_bytes > self.config.h11_max_incomplete_size:  # which h11 holds to only where the head comes in parts
-            await self._refuse(431)
+        names = {name for name, _ in request.headers}
+        if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
+            await self._refuse(400, is_head=request.method == b"HEAD")
             return False
         await self.send(Updated(idle=False))
         self.stream = HTTPStream(
@@ -110,7 +121,18 @@ class Http1(H11Protocol):
         )
         return True
 
-    async def _refuse(self, status: int) -> None:
+    def _is_head_too_large(self) -> bool:
+        """Whether the head that comes next is, if all of it is there; else it is not taken apart yet."""
+        if self.connection.their_state is not h11.IDLE:
+            return False
+        data, _ = self.connection.trailing_data
+        end = _END_OF_HEAD.search(data)
+        if end is None:
+            return False
+        most = self.config.h11_max_incomplete_size
+        return end.end() > most or data.count(b"\n", 0, end.end()) > MAX_FIELDS
+
+    async def _refuse(self, status: int, *, is_head: bool = False) -> None:
         """Answer what cannot be read, unless an answer has begun; then there is nothing more to hear or to say."""
         if self.connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(self._describe(status).body).encode()
@@ -120,8 +142,10 @@ class Http1(H11Protocol):
                 (b"connection", b"close"),
                 *self.config.response_headers("h11"),
             ]
-            for event in (h11.Response(status_code=status, headers=headers), h11.Data(body), h11.EndOfMessage()):
-                await self._send_h11_event(event)
+            await self._send_h11_event(h11.Response(status_code=status, headers=headers))
+            if not is_head:
+                await self._send_h11_event(h11.Data(body))
+            await self._send_h11_event(h11.EndOfMessage())
             await self._close_stream()
             await self.send(Refused())
         await self.send(Closed())
@@ -130,7 +154,7 @@ class Http1(H11Protocol):
         match status:
             case 431:
                 most = self.config.h11_max_incomplete_size
-                message = f"The request's address and headers are more than {most:,} bytes."
+                message = f"The request's address and headers are more than {most:,} bytes or {MAX_FIELDS} lines."
                 return ErrorAnswer(status, message, code="headers_too_large")
             case 501:
                 return ErrorAnswer(status, "The request's transfer encoding is not known here.", code="not_implemented")

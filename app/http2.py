@@ -10,24 +10,34 @@ from urllib.parse import quote
 import h2.settings
 import trio
 from h2.errors import ErrorCodes
-from h2.events import StreamReset
+from h2.events import RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
-from hypercorn.events import Closed, Updated
-from hypercorn.protocol.events import Body, EndBody, Request, StreamClosed
+from h2.frame_buffer import FrameBuffer
+from hypercorn.events import Closed, RawData, Updated
+from hypercorn.protocol.events import Body, EndBody, Request, Response, StreamClosed
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.utils import filter_pseudo_headers
 from priority.priority import MissingStreamError
 
+from app.limits import Bucket
+
 if TYPE_CHECKING:
-    from h2.events import Event, RequestReceived
+    from h2.events import Event
     from hypercorn.events import Event as ConnectionEvent
     from hypercorn.protocol.events import Event as StreamEvent
+    from hyperframe.frame import Frame
 
     from app.connections import ConnectionConfig
 
 # What waits for a reader on one stream; a piece more than that, while it is being handed over.
 MAX_UNSENT_BYTES: Final = 1 << 16
+# Taken apart in one go: frames of a few bytes take far longer than the bytes of large ones.
+MAX_TURN_BYTES: Final = 1 << 11
+# Requests of one connection that may be taken back before they were answered. Each has cost what it costs, and
+# those that are taken back do not count against the streams that a connection may have at once.
+MAX_TAKEN_BACK_A_MINUTE: Final = 1000
+_LENGTH_BYTES, _HEAD_BYTES = 3, 9
 
 
 class Http2(H2Protocol):
@@ -43,6 +53,9 @@ class Http2(H2Protocol):
     stream that it does not know; at that, it ends the connection, and with it the other streams.
 
     *A connection without streams is idle*, however its streams ended.
+
+    *A connection that floods holds up itself*: others have their turn between its frames, and requests that are taken
+    back at once, again and again, end it.
     """
 
     config: ConnectionConfig
@@ -59,6 +72,10 @@ class Http2(H2Protocol):
         }
         self.connection.local_settings = h2.settings.Settings(client=False, initial_values=initial)
         self.connection.decoder.max_header_list_size = most
+        most_bytes = self.connection.incoming_buffer.max_frame_size
+        self.connection.incoming_buffer = _Frames(server=True)
+        self.connection.incoming_buffer.max_frame_size = most_bytes
+        self._may_take_back = Bucket(MAX_TAKEN_BACK_A_MINUTE, trio.current_time())
 
     def give_up(self) -> None:
         """End every wait for the client. Never waits itself."""
@@ -67,14 +84,24 @@ class Http2(H2Protocol):
 
     async def handle(self, event: ConnectionEvent) -> None:
         """Take in what has come."""
-        if isinstance(event, Closed):
+        if not isinstance(event, RawData):
             self.give_up()
-        await super().handle(event)
+            await super().handle(event)
+            return
+        for start in range(0, len(event.data), MAX_TURN_BYTES):
+            if self.closed:
+                return
+            await super().handle(RawData(event.data[start : start + MAX_TURN_BYTES]))
+            await trio.lowlevel.checkpoint()
 
     async def stream_send(self, event: StreamEvent) -> None:
         """Pass on a part of an answer."""
         try:
             match event:
+                case Response():
+                    if event.stream_id in self.stream_buffers:
+                        self.stream_buffers[event.stream_id].has_begun = True
+                    await super().stream_send(event)
                 case Body():
                     await self._send_body(event.stream_id, event.data)
                 case EndBody():
@@ -153,12 +180,26 @@ class Http2(H2Protocol):
                 self.priority.remove_stream(stream_id)
 
     async def _handle_events(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, StreamReset):
-                self._forget(event.stream_id)
+        resets = [event.stream_id for event in events if isinstance(event, StreamReset)]
+        if resets:
+            fresh = {event.stream_id for event in events if isinstance(event, RequestReceived)}
+            taken_back = [i for i in resets if i in fresh or not self._has_begun(i)]
+            self._may_take_back.take(len(taken_back), trio.current_time())
+            for stream_id in resets:
+                self._forget(stream_id)
+            if self._may_take_back.level(trio.current_time()) < 0:
+                self.connection.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
+                await self._flush()
+                await self.send(Closed())
+                return
         await super()._handle_events(events)
-        if any(isinstance(event, StreamReset) for event in events):
+        if resets:
             await self.send(Updated(idle=self.idle))
+
+    def _has_begun(self, stream_id: int) -> bool:
+        """Whether an answer has begun on a stream, or is over."""
+        unsent = self.stream_buffers.get(stream_id)
+        return unsent is None or unsent.has_begun
 
     async def _priority_updated(self, event: object) -> None:
         """Streams take turns; RFC 9113 has given up clients' wishes about that."""
@@ -189,6 +230,7 @@ class Unsent:
     """What one stream has still to send; its client shows that it is there by taking it.
 
     Attributes:
+        has_begun: the answer's head is being sent, or was.
         is_complete: nothing will be added.
         closed: set when all was sent, or nothing more will be.
     """
@@ -196,6 +238,7 @@ class Unsent:
     def __init__(self) -> None:
         self._data = bytearray()
         self._taken = trio.Event()
+        self.has_begun = False
         self.is_complete = False
         self.closed = trio.Event()
 
@@ -225,6 +268,15 @@ class Unsent:
         """Nothing more is sent."""
         self.closed.set()
         self._taken.set()
+
+
+class _Frames(FrameBuffer):
+    """Refuses a frame that is too long by its head; h2's own would first take in all of it, up to 16 MiB."""
+
+    def __next__(self) -> Frame:
+        if len(self._data) >= _HEAD_BYTES:
+            self._validate_frame_length(int.from_bytes(self._data[:_LENGTH_BYTES], "big"))
+        return super().__next__()
 
 
 class _NoStream:

@@ -315,7 +315,7 @@ def test_an_answer_is_given_again_and_a_refusal_loses_nothing(page: Page, base: 
     assert bodies[2] == bodies[1]
     refuse(page, 503, "queue_full", depth=9, wait=3)
     page.locator("#log .assistant").last.get_by_role("button", name="Again").click()
-    page.get_by_text("The server is full: 9 wait").wait_for()
+    page.get_by_text("The server is full and takes no more for now").wait_for()
     page.reload()  # it is kept, too
     page.locator("#chats .title").first.click()
     page.get_by_role("button", name="Put back").click()

@@ -20,15 +20,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import h2.config
-import h2.connection
-import h2.settings
 import trio
 
 import app.cli
 import app.cli.serve
 import app.server
 import app.start
+from tests.app.wire import conversations
 from tests.fakes import fake_config, open_fake_engine
 
 if TYPE_CHECKING:
@@ -60,25 +58,6 @@ def serve(folder: Path) -> int:
     return app.cli.main(["serve", "--port", "0", "--state-dir", str(folder), *limits])
 
 
-def requests() -> list[bytes]:
-    """What clients may be about, who then read nothing: answers (on HTTP/2 without a window), halves, a dashboard."""
-    found = []
-    for stream in (True, False):
-        content = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "stream": stream})
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        found.append(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
-        connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
-        window = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0}
-        connection.local_settings = h2.settings.Settings(client=True, initial_values=window)
-        connection.initiate_connection()
-        names = (":method", ":path", ":scheme", ":authority", "content-type")
-        values = ("POST", "/v1/chat/completions", "http", "localhost", "application/json")
-        connection.send_headers(1, list(zip(names, values, strict=True)))
-        connection.send_data(1, content.encode(), end_stream=True)
-        found.append(connection.data_to_send())
-    return [*found, found[0][:-5], b"GET /ops/events HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /hea"]
-
-
 def told_to_end(number: int) -> dict[str, Any]:
     """Start a server, let clients come, tell it to end."""
     rng = random.Random(number)
@@ -97,7 +76,7 @@ def told_to_end(number: int) -> dict[str, Any]:
             ready = re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())
             if ready is not None and len(clients) < 30:
                 clients.append(socket.create_connection(("127.0.0.1", int(ready[1]))))
-                clients[-1].sendall(rng.choice(requests()))
+                clients[-1].sendall(rng.choice(conversations()))
         os.kill(pid, signal.SIGTERM)
         told = time.monotonic()
         status: list[int] = []

@@ -5,11 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-import h2.config
-import h2.connection
 import h2.errors
 import h2.events
-import h2.settings
 import pytest
 import trio
 import trio.testing
@@ -19,6 +16,7 @@ from hypercorn.typing import ConnectionState
 
 from app.connections import MAX_PIECE_BYTES, Connection, ConnectionConfig, use_connections
 from app.server import IDLE_SECONDS
+from tests.app.wire import open_http2
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 STALL_SECONDS = 5.0
@@ -108,10 +106,7 @@ class Http2Client:
     """
 
     def __init__(self, pipe: trio.StapledStream[Any, Any], window: int) -> None:
-        self.connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
-        initial = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window}
-        self.connection.local_settings = h2.settings.Settings(client=True, initial_values=initial)
-        self.connection.initiate_connection()
+        self.connection = open_http2(window)
         self._pipe = pipe
 
     def ask(self, stream_id: int) -> None:

@@ -85,10 +85,7 @@ class Http2Client(Http1Client):
 
     def __init__(self, stream: trio.SocketStream, window: int = 65535) -> None:
         super().__init__(stream)
-        self.connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
-        settings = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window}
-        self.connection.local_settings = h2.settings.Settings(client=True, initial_values=settings)
-        self.connection.initiate_connection()
+        self.connection = open_http2(window)
         self.events: list[h2.events.Event] = []
 
     async def ask(self, body: dict[str, Any], headers: dict[str, str], *, path: str = CHAT, stream_id: int = 1) -> None:
@@ -121,6 +118,35 @@ class Http2Client(Http1Client):
     async def go_away(self) -> None:
         self.connection.close_connection()
         await self.flush()
+
+
+def conversations() -> list[bytes]:
+    """What clients may be about: answers (on HTTP/2 without a window), half a question, half a head, a dashboard."""
+    found = []
+    for stream in (True, False):
+        content = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "stream": stream})
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        found.append(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+        connection = open_http2(window=0)
+        names = (":method", ":path", ":scheme", ":authority", "content-type")
+        values = ("POST", CHAT, "http", "localhost", "application/json")
+        connection.send_headers(1, list(zip(names, values, strict=True)))
+        connection.send_data(1, content.encode(), end_stream=True)
+        found.append(connection.data_to_send())
+    return [*found, found[0][:-5], b"GET /ops/events HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /hea"]
+
+
+def open_http2(window: int) -> h2.connection.H2Connection:
+    """The client's end of a connection.
+
+    Args:
+        window: bytes of an answer that may come before any was read.
+    """
+    connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+    initial = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window}
+    connection.local_settings = h2.settings.Settings(client=True, initial_values=initial)
+    connection.initiate_connection()
+    return connection
 
 
 def count_tasks() -> int:

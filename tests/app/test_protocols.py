@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
-import random
 import re
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import h2.errors
 import h2.events
 import pytest
 import trio
-import trio.testing
 
 from app.api.envelope import CompletionEnvelope
 from app.http1 import MAX_AHEAD_BYTES
 from app.server import MAX_HEADER_BYTES
 from tests.app.serving import CHAT, COMPLETIONS, Server, chat_body, make_settings, open_server
-from tests.app.wire import Http1Client, Http2Client, connect, conversations, count_tasks, wait_for
+from tests.app.wire import Http1Client, Http2Client, connect, wait_for
 
 if TYPE_CHECKING:
     from app.api.envelope import Envelope
@@ -217,43 +213,3 @@ async def test_over_http2_an_upload_in_crumbs_that_is_refused_holds_nobody_up() 
         await client.ask(chat_body(max_tokens=1), {}, stream_id=3)
         await client.read_event(h2.events.StreamEnded, stream_id=3)
         await client.stream.aclose()
-
-
-def damaged(rng: random.Random) -> bytes:
-    """A conversation in which some bytes are others, too many or too few."""
-    data = bytearray(rng.choice(conversations()))
-    for _ in range(rng.randrange(6)):
-        # The beginning tells HTTP/2 from HTTP/1.1, and everything behind it is worth more.
-        at, many = rng.randrange(0 if rng.random() < 0.1 else min(24, len(data)), len(data) + 1), rng.randrange(9)
-        match rng.choice(("change", "drop", "add", "repeat")):
-            case "change":
-                data[at : at + 1] = rng.randbytes(1)
-            case "drop":
-                del data[at : at + many]
-            case "add":
-                data[at:at] = rng.randbytes(many)
-            case "repeat":
-                data += data[at:]
-    return bytes(data)
-
-
-async def test_damaged_conversations_harm_nobody_and_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    rng = random.Random(7)
-
-    async def talk_for_a_moment(data: bytes) -> None:
-        async with await connect(server.port) as stream:
-            with suppress(trio.BrokenResourceError), trio.move_on_after(0.02):
-                await stream.send_all(data)
-                await stream.receive_some(65536)
-
-    async with open_server() as server:
-        await trio.testing.wait_all_tasks_blocked(0.01)
-        before = count_tasks()
-        for _ in range(10):
-            async with trio.open_nursery() as nursery:
-                for _ in range(20):
-                    nursery.start_soon(talk_for_a_moment, damaged(rng))
-        await server.settle()
-        await wait_for(lambda: count_tasks() == before)
-        assert (await server.client.get("/healthz")).status_code == 200
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

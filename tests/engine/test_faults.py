@@ -26,12 +26,12 @@ from tests.fakes import FakeRunner, Poison, expected_output, fake_config, open_f
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from trio.testing import MockClock
+
     from engine.batch import ScheduledBatch, StepOutput
     from engine.engine import Engine
     from engine.faults import Notice
     from engine.handle import Handle
-
-pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
 def ask(text: str, max_tokens: int = 12, **changes: Any) -> GenerationRequest:
@@ -102,7 +102,7 @@ async def open_failing(before_step: Callable[[ScheduledBatch], None], **limits: 
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 9])
-async def test_a_step_that_fails_once_costs_nobody_anything(after: int) -> None:
+async def test_a_step_that_fails_once_costs_nobody_anything(autojump_clock: MockClock, after: int) -> None:
     async with open_failing(once(ArithmeticError("a cosmic ray"), after=after)) as engine:
         handles = [engine.submit(ask(f"question {i}", 8 + i)) for i in range(6)]
         for handle in handles:
@@ -113,7 +113,7 @@ async def test_a_step_that_fails_once_costs_nobody_anything(after: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "place"), [(1, 0), (2, 1), (5, 2), (16, 0), (16, 9)])
-async def test_a_poisonous_request_fails_alone(number: int, place: int) -> None:
+async def test_a_poisonous_request_fails_alone(autojump_clock: MockClock, number: int, place: int) -> None:
     poison = Poison()
     async with open_failing(poison) as engine:
         texts = [f"question {i}" for i in range(number)]
@@ -129,7 +129,7 @@ async def test_a_poisonous_request_fails_alone(number: int, place: int) -> None:
         await assert_sound(engine)
 
 
-async def test_poison_that_shows_late_and_comes_twice_fails_its_requests_alone() -> None:
+async def test_poison_that_shows_late_and_comes_twice_fails_its_requests_alone(autojump_clock: MockClock) -> None:
     """While everybody answers; who comes meanwhile waits, and is served."""
     bad: set[int] = set()
 
@@ -153,14 +153,14 @@ async def test_poison_that_shows_late_and_comes_twice_fails_its_requests_alone()
         await assert_sound(engine)
 
 
-async def test_one_client_with_poison_cannot_end_an_idle_server() -> None:
+async def test_one_client_with_poison_cannot_end_an_idle_server(autojump_clock: MockClock) -> None:
     async with open_failing(Poison()) as engine:
         for _ in range(2 * MAX_FAILED_CONTROLS):
             await assert_wrong(engine.submit(ask("poison")), "ArithmeticError")
         await assert_sound(engine)
 
 
-async def test_who_leaves_while_it_is_tried_leaves_nothing() -> None:
+async def test_who_leaves_while_it_is_tried_leaves_nothing(autojump_clock: MockClock) -> None:
     async with open_failing(Poison()) as engine:
         for seconds in (0.001, 0.015, 0.025, 0.035, 0.045, 0.055):
             bad, good = engine.submit(ask("poison")), engine.submit(ask("good"))
@@ -170,7 +170,9 @@ async def test_who_leaves_while_it_is_tried_leaves_nothing() -> None:
         await assert_sound(engine)
 
 
-async def test_an_engine_that_can_compute_nothing_tells_everybody_and_ends_with_the_cause() -> None:
+async def test_an_engine_that_can_compute_nothing_tells_everybody_and_ends_with_the_cause(
+    autojump_clock: MockClock,
+) -> None:
     def always(_: ScheduledBatch) -> None:
         raise ArithmeticError("out of numbers")
 
@@ -192,7 +194,7 @@ async def test_an_engine_that_can_compute_nothing_tells_everybody_and_ends_with_
     assert caught.group_contains(EngineError, match="times in a row, the last time with: ArithmeticError")
 
 
-async def test_what_fails_with_many_and_not_with_few_lowers_the_seats() -> None:
+async def test_what_fails_with_many_and_not_with_few_lowers_the_seats(autojump_clock: MockClock) -> None:
     def hook(batch: ScheduledBatch) -> None:
         if len(batch) > 5:
             raise ArithmeticError("too many")
@@ -219,7 +221,7 @@ async def test_what_fails_with_many_and_not_with_few_lowers_the_seats() -> None:
 )
 @pytest.mark.parametrize("after", [0, 2, 5])
 async def test_a_fault_in_planning_or_applying_costs_nobody_anything(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: int
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: int
 ) -> None:
     """Also in the middle of it, where some have their tokens and others have not."""
     original, hook = getattr(owner, name), once(KeyError("a slip"), after=after)
@@ -237,7 +239,9 @@ async def test_a_fault_in_planning_or_applying_costs_nobody_anything(
         assert faults_of(engine)["failed_steps"] == 1
 
 
-async def test_a_request_that_cannot_be_planned_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_cannot_be_planned_fails_alone(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find_prefix = KVCache.find_prefix
 
     def slips(self: KVCache, sequence: Any) -> Any:
@@ -256,7 +260,9 @@ async def test_a_request_that_cannot_be_planned_fails_alone(monkeypatch: pytest.
         await assert_sound(engine)
 
 
-async def test_an_abort_that_meets_a_broken_state_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_abort_that_meets_a_broken_state_is_not_lost(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_fake_engine() as engine:
         bad, good = engine.submit(ask("leaves", 400)), engine.submit(ask("stays", 40))
         await trio.sleep(0.1)
@@ -280,7 +286,9 @@ MEMORY_ERRORS = [
 
 
 @pytest.mark.parametrize("error", MEMORY_ERRORS, ids=str)
-async def test_a_lack_of_memory_makes_steps_smaller_and_costs_nobody_anything(error: Exception) -> None:
+async def test_a_lack_of_memory_makes_steps_smaller_and_costs_nobody_anything(
+    autojump_clock: MockClock, error: Exception
+) -> None:
     def hook(batch: ScheduledBatch) -> None:
         if batch.num_tokens > 5:
             raise error
@@ -302,7 +310,7 @@ async def test_a_lack_of_memory_makes_steps_smaller_and_costs_nobody_anything(er
         await assert_sound(engine)
 
 
-async def test_a_row_of_one_token_that_does_not_fit_fails_alone() -> None:
+async def test_a_row_of_one_token_that_does_not_fit_fails_alone(autojump_clock: MockClock) -> None:
     async with open_failing(Poison(error=MemoryError("none"))) as engine:
         bad, good = engine.submit(ask("poison")), engine.submit(ask("good"))
         await assert_wrong(bad, "MemoryError")
@@ -312,7 +320,7 @@ async def test_a_row_of_one_token_that_does_not_fit_fails_alone() -> None:
 
 
 async def test_a_state_that_contradicts_itself_is_healed_when_idle(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_fake_engine() as engine:
         with monkeypatch.context() as patch:
@@ -329,7 +337,9 @@ async def test_a_state_that_contradicts_itself_is_healed_when_idle(
         await assert_sound(engine)
 
 
-async def test_a_state_that_contradicts_itself_is_healed_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_state_that_contradicts_itself_is_healed_while_it_works(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_fake_engine(num_blocks=512) as engine:
         long = [engine.submit(ask(f"never idle {i}", 400)) for i in range(2)]
         await trio.sleep(0.05)
@@ -342,7 +352,9 @@ async def test_a_state_that_contradicts_itself_is_healed_while_it_works(monkeypa
         await assert_sound(engine)
 
 
-async def test_text_that_cannot_be_made_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_text_that_cannot_be_made_ends_its_request_alone(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_fake_engine() as engine:
         nonsense: Any = (5,)  # no text, and what is to be looked for in one
         bad = engine.submit(ask("cannot even begin", stop=nonsense))
@@ -389,7 +401,9 @@ class FailingRunner(FakeRunner):
         return replace(output, failures=dict.fromkeys(rows, "It cannot be drawn."))
 
 
-async def test_a_row_that_fails_fails_alone_and_is_logged_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_row_that_fails_fails_alone_and_is_logged_with_its_name(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
     async with open_fake_engine(runner=FailingRunner(256, 4)) as engine:
         bad, good = engine.submit(ask("poison")), engine.submit(ask("good"))
         await assert_wrong(bad, "cannot be drawn")
@@ -399,7 +413,9 @@ async def test_a_row_that_fails_fails_alone_and_is_logged_with_its_name(caplog: 
         await assert_sound(engine)
 
 
-async def test_a_real_model_answers_the_same_after_steps_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_real_model_answers_the_same_after_steps_were_lost(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With noise, penalties and grammars, whose states begin anew behind the tokens there are."""
     requests = [
         tiny_engine.ask(
@@ -426,6 +442,7 @@ async def test_a_real_model_answers_the_same_after_steps_were_lost(monkeypatch: 
 
 
 async def test_a_change_of_limits_that_meets_a_broken_state_keeps_nobody_waiting(
+    autojump_clock: MockClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with open_fake_engine() as engine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 import trio
 
 from engine.handle import GenerationRequest, TextPrompt
@@ -13,10 +12,11 @@ from engine.streaming import Streaming
 from tests.fakes import open_fake_engine, read_deltas
 
 if TYPE_CHECKING:
+    import pytest
+    from trio.testing import MockClock
+
     from engine.engine import Engine
     from engine.handle import Handle
-
-pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
 def ask(engine: Engine, text: str, max_tokens: int) -> Handle:
@@ -27,7 +27,7 @@ async def assert_served(handle: Handle) -> None:
     assert [delta async for delta in read_deltas(handle)][-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_a_hung_step_is_seen_within_seconds() -> None:
+async def test_a_hung_step_is_seen_within_seconds(autojump_clock: MockClock) -> None:
     seconds = [0.05]
     async with open_fake_engine(step_seconds=lambda: seconds[0]) as engine:
         await assert_served(ask(engine, "so that it is known how long steps take", 40))
@@ -42,7 +42,7 @@ async def test_a_hung_step_is_seen_within_seconds() -> None:
         assert engine.health().ready
 
 
-async def test_a_step_of_many_tokens_may_take_as_long_as_so_many_usual_ones() -> None:
+async def test_a_step_of_many_tokens_may_take_as_long_as_so_many_usual_ones(autojump_clock: MockClock) -> None:
     seconds = [0.1]
     async with open_fake_engine(step_seconds=lambda: seconds[0]) as engine:
         await assert_served(ask(engine, "x", 100))
@@ -53,7 +53,7 @@ async def test_a_step_of_many_tokens_may_take_as_long_as_so_many_usual_ones() ->
         await assert_served(handle)
 
 
-async def test_the_first_steps_have_nothing_to_be_compared_with() -> None:
+async def test_the_first_steps_have_nothing_to_be_compared_with(autojump_clock: MockClock) -> None:
     async with open_fake_engine(step_seconds=18.0) as engine:
         handle = ask(engine, "y" * 60, 1)
         for _ in range(17):
@@ -62,7 +62,9 @@ async def test_the_first_steps_have_nothing_to_be_compared_with() -> None:
         await assert_served(handle)
 
 
-async def test_work_that_waits_while_no_step_begins_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_that_waits_while_no_step_begins_is_seen(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def takes_nothing(_: Streaming) -> None:
         await trio.sleep_forever()
 

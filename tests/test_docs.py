@@ -16,7 +16,7 @@ from tests.fakes import open_fake_engine
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = ("serve", "pull", "generate", "bench", "compare")
+COMMANDS = ("serve", "pull", "generate", "bench", "compare", "limit")
 
 
 def row_of(key: Key) -> str:

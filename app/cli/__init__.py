@@ -1,4 +1,4 @@
-"""The command line: `relevo serve`, `pull`, `generate`, `bench` and `compare`.
+"""The command line: `relevo serve`, `pull`, `generate`, `bench`, `compare` and `limit`.
 
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. An error is one line on stderr; `--debug` adds where.
 """
@@ -10,7 +10,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from app.cli import bench, compare, generate, pull, serve
+from app.cli import bench, compare, generate, limit, pull, serve
 from app.cli.options import Parser
 from app.config import let_threads_sleep
 from app.version import package_version
@@ -48,7 +48,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     top.add_argument("--version", action="version", version=f"relevo {package_version()}", help="print the version")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (serve, pull, generate, bench, compare):
+    for module in (serve, pull, generate, bench, compare, limit):
         module.register(commands)
     options, unknown = top.parse_known_args(argv)
     if unknown:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from app.config import environment, keys, load_settings
+from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -72,6 +74,21 @@ def settings_of(options: argparse.Namespace) -> Settings:
     return load_settings(path=options.config, environ=environment(), flags=flags)
 
 
+def with_one_number_of_seats(options: argparse.Namespace) -> argparse.Namespace:
+    """`--seats` and `--max-num-seqs` are two names of one thing.
+
+    Raises:
+        ConfigError: both are given, and differ.
+    """
+    seats, name = options.seats, "scheduler.max_num_seqs"
+    if seats is not None:
+        given = getattr(options, name)
+        if given is not None and given != str(seats):
+            raise ConfigError(f"--seats {seats} and --max-num-seqs {given} contradict each other; give one of them.")
+        setattr(options, name, str(seats))
+    return options
+
+
 def count(word: str) -> int:
     """A whole number of at least 1, for an option's `type`."""
     return _at_least(1, word)
@@ -86,3 +103,36 @@ def _at_least(least: int, word: str) -> int:
     if not (word.isascii() and word.isdigit() and int(word) >= least):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}")
     return int(word)
+
+
+def positive(word: str) -> float:
+    """A number above 0."""
+    value = _as_float(word)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return value
+
+
+def positive_or_none(word: str) -> float:
+    """A number above 0, or `none`, which is 0."""
+    if word == "none":
+        return 0.0
+    try:
+        return positive(word)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or none") from None
+
+
+def share(word: str) -> float:
+    """A number from 0 to 1."""
+    value = _as_float(word)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError("must be a number from 0 to 1")
+    return value
+
+
+def _as_float(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan

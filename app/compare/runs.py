@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.samples import nearest_rank
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 POLICIES: Final = ("static", "static_dropped", "dynamic", "continuous")
 # A request meets the target between tokens when no more than this share of its gaps is longer.
 SLOW_GAPS_ALLOWED: Final = 0.05
+# Seconds that the wait for a first token may grow by in a second of arrivals: about what a tenth too little speed does.
+MAX_GROWTH: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +119,25 @@ class Run:
 def percentile(samples: Sequence[float], percent: int) -> float:
     """The smallest sample that at least `percent` per cent do not exceed."""
     return nearest_rank(sorted(samples), percent)
+
+
+def growth_excess(points: Sequence[tuple[float, float]]) -> float:
+    """How far the wait for a first token grows for as long as requests come: their last quarter against the first.
+
+    Args:
+        points: when each request was due and how long it waited, in seconds.
+
+    Returns:
+        More than 1 where the wait has more than doubled and grew by more than `MAX_GROWTH` seconds a second; 0 for
+        fewer than four requests, which show nothing.
+    """
+    ordered = sorted(points)
+    quarter = len(ordered) // 4
+    if not quarter:
+        return 0.0
+    first, last = ordered[:quarter], ordered[-quarter:]
+    before, after = (median(wait for _, wait in part) for part in (first, last))
+    passed = median(due for due, _ in last) - median(due for due, _ in first)
+    if after <= before or passed <= 0:
+        return 0.0
+    return min(after / (2 * before) if before else math.inf, (after - before) / (MAX_GROWTH * passed))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from app.compare.lengths import bound_of
 from app.compare.load import lengths_of
-from app.compare.runs import POLICIES, percentile
+from app.compare.runs import POLICIES, growth_excess, percentile
 from app.render import numbers
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 MIN_SAMPLES_P95: Final = 300
 # A generator that was later than this share of the target measured itself.
 MAX_LAG_SHARE: Final = 0.05
-# Seconds that the wait for a first token may grow by in a second of arrivals: about what a tenth too little speed does.
-MAX_GROWTH: Final = 0.1
 OTHERS: Final = tuple(policy for policy in POLICIES if policy != "continuous")
 
 
@@ -228,12 +226,5 @@ def _remarks_on_arrivals(by_policy: Mapping[str, Sequence[Run]], rate: float, ta
 
 
 def _falls_behind(runs: Sequence[Run]) -> bool:
-    """Whether the wait for a first token grows for as long as requests come: their last quarter against the first."""
-    answers = sorted([answer for run in runs for answer in run.answers], key=lambda answer: answer.scheduled)
-    quarter = len(answers) // 4
-    if not quarter:
-        return False
-    first, last = answers[:quarter], answers[-quarter:]
-    before, after = (median(answer.ttft for answer in part) for part in (first, last))
-    passed = median(answer.scheduled for answer in last) - median(answer.scheduled for answer in first)
-    return after > 2 * before and after - before > MAX_GROWTH * passed
+    """Whether the wait for a first token grows for as long as requests come."""
+    return growth_excess([(answer.scheduled, answer.ttft) for run in runs for answer in run.answers]) > 1

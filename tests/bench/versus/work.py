@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Final
 
+from app.limit.prompts import make_text
 from engine.workload import WorkItem, Workload
 
 # Lengths in tokens: shortest, longest, mean.
@@ -14,16 +15,6 @@ ANSWERS: Final = (16, 256, 82)
 ALONE: Final = 128  # prompt and answer of the single stream
 NUM_REQUESTS: Final = {1: 8, 16: 64, 32: 96}
 WARM_UP_PROMPT, WARM_UP_ANSWER = 64, 16
-# Short and frequent, so that with the space before it each is one token in nearly every vocabulary.
-TEXT: Final = (
-    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they "
-    "which one you were all her she there would their we him been has when who will no more if out so up said "
-    "what its about than into them can only other time new some could these two may first then do any like my "
-    "now over such our man me even most made after also did many off before must well back through years much "
-    "where your way down should because long each just state those people too mr how little good world make "
-    "very year still see work life here get both between being under never day same another know while last "
-    "might great old"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,7 @@ def make_bodies(work: Workload, style: Style, *, model: str, salt: int, vocab_si
     for index, item in enumerate(work.items):
         body: dict[str, Any] = {
             "model": model,
-            "prompt": make_text(item.num_prompt_tokens, index, salt),
+            "prompt": make_text(item.num_prompt_tokens, f"{salt} {index}"),
             "max_tokens": item.num_output_tokens,
             "temperature": 0,
             "stream": True,
@@ -79,11 +70,6 @@ def make_bodies(work: Workload, style: Style, *, model: str, salt: int, vocab_si
             body |= {"ignore_eos": True, "min_tokens": item.num_output_tokens}
         bodies.append(body)
     return bodies
-
-
-def make_text(num_words: int, index: int, salt: int) -> str:
-    """Words without sense; the first few already tell one index and salt from another."""
-    return " ".join(random.Random(f"text {salt} {index}").choices(TEXT.split(), k=num_words))
 
 
 def _lengths(what: str, count: int, low: int, high: int, mean: int) -> list[int]:

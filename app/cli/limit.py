@@ -1,0 +1,186 @@
+"""`relevo limit`: the operating limit of a server under a workload."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.cli.options import (
+    OFFLINE_SECTIONS,
+    Parser,
+    add_command,
+    add_settings,
+    count,
+    count_or_zero,
+    positive,
+    positive_or_none,
+    settings_of,
+    share,
+    with_one_number_of_seats,
+)
+from app.cli.pull import fetch
+from app.cli.simulation import add_simulation, machine_of, refuse_machine
+from app.config import keys
+from engine.config import SloTargets
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from app.config import Settings
+    from app.limit.command import Reporter
+    from app.limit.options import Options
+    from app.limit.summary import Outcome
+
+ASKED = (
+    "workload", "trace", "conversations", "mix", "skip_bad_lines", "chars_per_token", "max_error_share", "factor",
+    "context", "arrivals", "gap_cv", "requests", "duration", "deadline", "repeats", "seed", "price_per_hour",
+    "think_time",
+)  # fmt: skip
+
+
+def register(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    command = add_command(commands, "limit", "the highest load at which a server keeps its promised latencies", run)
+    command.add_argument("--url", metavar="U", help="an OpenAI-compatible server (default: this one is started)")
+    command.add_argument("--api", choices=("chat", "completions"), default="chat", help="route (default chat)")
+    command.add_argument("--api-key", metavar="K", help="of that server; @FILE reads it from a file")
+    command.add_argument("--context", type=count, metavar="N", help="its context in tokens, where it does not tell")
+    _add_promise(command)
+    _add_workload(command)
+    command.add_argument("--duration", type=positive, metavar="S", help="seconds to aim at (default 480)")
+    command.add_argument("--requests", type=count, metavar="N", help="that count in a run (default: what fits)")
+    command.add_argument("--repeats", type=count, metavar="N", help="seeds tried near the limit (default 3)")
+    command.add_argument(
+        "--seats",
+        type=count,
+        metavar="N",
+        help="as --max-num-seqs; with --url: asking at once",
+    )
+    command.add_argument("--price-per-hour", type=positive, metavar="P", help="prints the cost of a million tokens")
+    command.add_argument("--think-time", type=positive, metavar="S", help="between requests of a user: prints users")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    command.add_argument("--against", type=Path, metavar="FILE", help="compare with what --json wrote earlier")
+    add_simulation(command)
+    add_settings(command, OFFLINE_SECTIONS)
+
+
+def _add_promise(command: Parser) -> None:
+    group = command.add_argument_group("targets, 95 % of requests (gaps) within so many seconds, or none")
+    group.add_argument("--ttft-p95", type=positive_or_none, metavar="S", help="first token (default: [slo], 2)")
+    group.add_argument("--itl-p95", type=positive_or_none, metavar="S", help="gap of a token (default: [slo], 0.25)")
+    group.add_argument("--e2e-p95", type=positive_or_none, metavar="S", help="whole answer (default: [slo], none)")
+    group.add_argument("--max-error-share", type=share, metavar="X", help="of requests that fail (default 0.01)")
+    group.add_argument("--deadline", type=positive, metavar="S", help="a request fails after it (default 120)")
+
+
+def _add_workload(command: Parser) -> None:
+    group = command.add_argument_group("what is asked")
+    group.add_argument(
+        "--workload", metavar="W", help="azure-conversation (default), azure-code or mooncake: lengths fitted to traces"
+    )
+    group.add_argument("--trace", type=Path, metavar="FILE", help="an Azure (CSV) or Mooncake (JSON lines) trace")
+    group.add_argument("--skip-bad-lines", action="store_true", help="leave out bad lines of the trace")
+    group.add_argument("--conversations", type=Path, metavar="FILE", help="lengths of texts like ShareGPT's (JSON)")
+    group.add_argument("--chars-per-token", type=positive, metavar="X", help="of those texts (default 4)")
+    group.add_argument("--mix", type=Path, metavar="FILE", help="classes of work with targets of their own (TOML)")
+    group.add_argument("--factor", type=positive, metavar="X", help="divide lengths by it (default: what fits)")
+    group.add_argument(
+        "--arrivals", choices=("poisson", "constant", "gamma", "own"), help="(default: own of a trace, else poisson)"
+    )
+    group.add_argument("--gap-cv", type=positive, metavar="X", help="of the gaps, for gamma (default 1)")
+    group.add_argument("--seed", type=count_or_zero, metavar="N", help="of lengths and arrivals (default 0)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look for the limit, print the figures, and write the file where asked."""
+    files = [name for name in ("workload", "trace", "conversations", "mix") if getattr(options, name) is not None]
+    if len(files) > 1:
+        raise ConfigError(f"Give only one of {', '.join(f'--{name}' for name in files)}.")
+    if options.gap_cv is not None and options.arrivals != "gamma":
+        raise ConfigError("--gap-cv is for --arrivals gamma.")
+    if options.simulate and options.url is not None:
+        raise ConfigError("Give either --simulate or --url.")
+    if not options.simulate:
+        refuse_machine(options)
+    settings = settings_of(options if options.url is not None else with_one_number_of_seats(options))
+    from app.limit.command import run_limit
+
+    asked = _asked(options, settings)
+    find = _find_simulated if options.simulate else _find_over_http
+    return run_limit(partial(find, options, settings, asked), asked, json_path=options.json, against=options.against)
+
+
+def _asked(options: argparse.Namespace, settings: Settings) -> Options:
+    from app.limit.options import Options
+
+    given = {name: value for name in ASKED if (value := getattr(options, name)) is not None}
+    slo = settings.slo
+    targets = [
+        default if given_ is None else given_ or None
+        for given_, default in (
+            (options.ttft_p95, slo.ttft_p95_seconds),
+            (options.itl_p95, slo.itl_p95_seconds),
+            (options.e2e_p95, slo.e2e_p95_seconds),
+        )
+    ]
+    return Options(**given, streams=options.seats, targets=SloTargets(*targets))
+
+
+def _find_simulated(options: argparse.Namespace, settings: Settings, asked: Options, report: Reporter) -> Outcome:
+    from app.limit.options import make_source
+    from app.limit.simulated import find_simulated
+
+    source, config = make_source(asked), settings.engine_config()
+    return find_simulated(machine_of(options, config), config, source, asked, report)
+
+
+def _find_over_http(options: argparse.Namespace, settings: Settings, asked: Options, report: Reporter) -> Outcome:
+    """Against the server that was named, or one that is started for it."""
+    from app.limit.command import Looking
+    from app.limit.endpoint import find_endpoint
+    from app.limit.options import make_source
+    from app.limit.own_server import open_own_server
+
+    source = make_source(asked)
+    model, key, token = getattr(options, "model.name"), _key(options.api_key), None
+    with ExitStack() as stack:
+        url = options.url
+        if url is None:
+            if key is not None:
+                raise ConfigError("--api-key is for the server of --url.")
+            fetch(settings.model.name)
+            report(0, int(asked.duration), "starting the server")
+            url = stack.enter_context(open_own_server([*_flags(options)]))
+            model = None
+            key = next((one.key.get_secret_value() for one in settings.security.api_keys), None)
+            secret = settings.security.admin_token
+            token = secret.get_secret_value() if secret is not None else None
+        elif given := [flag for flag in _flags(options) if flag.startswith("--") and flag != "--model"]:
+            raise ConfigError(f"{given[0]} is for a server that is started here; leave it out with --url.")
+        endpoint = find_endpoint(url, options.api, model=model, key=key, admin_token=token, context=options.context)
+        return Looking(endpoint, source, replace(asked, context=endpoint.context), report).find()
+
+
+def _flags(options: argparse.Namespace) -> Iterator[str]:
+    """The settings that were given as flags, for the server that is started."""
+    if options.config is not None:
+        yield from ("--config", str(options.config))
+    for key in keys():
+        value = getattr(options, key.dotted, None)
+        if value is not None:
+            yield from (key.flag, str(value))
+
+
+def _key(word: str | None) -> str | None:
+    """An API key, or the content of a file."""
+    if word is None or not word.startswith("@"):
+        return word
+    try:
+        return Path(word[1:]).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"The key file {word[1:]} cannot be read: {error.strerror or error}.") from None

@@ -1,0 +1,23 @@
+"""`relevo limit`: the highest rate of requests at which a server keeps its promises.
+
+options     what was asked for, checked
+load        the requests of a run: lengths, classes of work, when each is due
+lengths     where lengths come from: fitted generators, traces, conversations, ranges
+mix         the file that mixes classes of work
+prompts     texts of so many tokens that share nothing with those of another run
+exchange    one streamed answer over HTTP/1.1
+generator   the process that sends requests when they are due, whatever the server does
+dispatch    starts that process and reads what it tells
+endpoint    the server that is asked: what it serves and what it can be asked for
+own_server  the server that is started where none was named
+scrapes     what a server tells of itself while it is measured
+runs        one run, as a value: what each request saw, and whether it held
+over_http   runs against a server
+simulated   the same in virtual time, without a model
+search      the rates that are tried, from runs alone
+statistics  the limit and its interval from runs at several rates
+summary     from runs to figures
+words       the figures on a terminal
+against     two results side by side
+command     all of it in order
+"""

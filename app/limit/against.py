@@ -1,0 +1,60 @@
+"""Two results side by side: one of now and an older one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from app.limit.words import per_second
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+# Where these differ, two limits are not of the same thing.
+SAME: Final = ("targets", "classes", "workload")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What an earlier `relevo limit --json` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, or is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not {"limit", "curve", *SAME} <= found.keys():
+        raise ConfigError(f"{path} is no result of `relevo limit --json`.")
+    return found
+
+
+def against_lines(result: Mapping[str, Any], older: Mapping[str, Any]) -> list[str]:
+    """What became of the limit; whether the two can be compared at all."""
+    lines = [
+        f"Other {name} than then: the limits are not of the same thing."
+        for name in SAME
+        if _differ(name, result, older)
+    ]
+    now, then = result["limit"], older["limit"]
+    if now is None or then is None:
+        return [*lines, f"Then: {_words(then)}. Now: {_words(now)}."]
+    ratio = now["requests_per_second"] / then["requests_per_second"]
+    apart = now["low"] > then["high"] or now["high"] < then["low"]
+    verdict = "" if apart else "; the intervals overlap, so this may be chance"
+    return [*lines, f"Then: {_words(then)}. Now: {_words(now)}. That is {ratio:.2f} times{verdict}."]
+
+
+def _differ(name: str, result: Mapping[str, Any], older: Mapping[str, Any]) -> bool:
+    return bool(json.loads(json.dumps(result[name])) != older[name])
+
+
+def _words(limit: Mapping[str, Any] | None) -> str:
+    if limit is None:
+        return "no limit"
+    estimate, low, high = (per_second(limit[name]) for name in ("requests_per_second", "low", "high"))
+    return f"{estimate} requests/s ({low} to {high})"

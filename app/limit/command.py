@@ -1,0 +1,227 @@
+"""From options to files and lines: the whole of `relevo limit`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from app.cli.progress import Progress
+from app.compare.load import FACTORS
+from app.compare.options import check_writable
+from app.limit.against import against_lines, read_result
+from app.limit.endpoint import EndpointError
+from app.limit.over_http import HttpMeasure
+from app.limit.search import FIRST_SHARE, search
+from app.limit.summary import Outcome, summarize
+from app.limit.words import lines_of, per_second
+from app.render import numbers
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from app.limit.endpoint import Endpoint
+    from app.limit.load import Source
+    from app.limit.options import Options
+    from app.limit.runs import Run
+
+    Reporter = Callable[[int, int, str], object]
+
+EXIT_FAILED: Final = 1
+DEFAULT_STREAMS: Final = 32
+SINGLE_REQUESTS: Final = 10
+MAX_CLOSED_REQUESTS: Final = 2000
+# Where the factor is free, the capacity is measured with lengths divided by this, so that enough requests end.
+FIRST_FACTOR: Final = 8.0
+# Of the time there is: for measuring one user, and the capacity.
+SINGLE_SHARE, CLOSED_SHARE = 1 / 16, 1 / 16
+# About as many runs as a search takes; those that are lost are ended early and count for little.
+NUM_WHOLE_RUNS: Final = 7
+# Requests that are sent for each one that counts.
+SENT_PER_COUNTED: Final = 1.3
+MIN_REQUESTS, WANTED_REQUESTS, MAX_REQUESTS = 50, 300, 1000
+# Beside a run's own length: starting the process, waiting for the last answers.
+RUN_SECONDS: Final = 4.0
+# More requests than this longer than the context is not what was asked for.
+MAX_CUT_SHARE: Final = 0.01
+
+
+class Looking:
+    """Looks for the limit of one server.
+
+    Args:
+        report: told (seconds gone, seconds planned, a word about what is going on).
+    """
+
+    def __init__(self, endpoint: Endpoint, source: Source, options: Options, report: Reporter) -> None:
+        self._endpoint, self._options = endpoint, options
+        self._source = replace(source, max_model_len=endpoint.context)
+        self._report = report
+        self._began = time.monotonic()
+
+    def find(self) -> Outcome:
+        """Measure one user, the capacity, and then rates.
+
+        Raises:
+            ConfigError: requests are longer than the context.
+            EndpointError: the server fails requests even of one user alone.
+        """
+        options = self._options
+        if options.factor is not None:
+            self._check_lengths(options.factor)
+        streams = options.streams or int(self._endpoint.metrics().get("max_num_seqs", DEFAULT_STREAMS))
+        first = options.factor or max(self._source.least_factor(), FIRST_FACTOR)
+        closed = self._measure(first, 1).closed(
+            streams, min(MAX_CLOSED_REQUESTS, 50 * streams), CLOSED_SHARE * options.duration, options.seed
+        )
+        self._check_works(closed)
+        factor, num_counted = self._choose(first, closed.rate)
+        capacity = closed.rate * factor / first
+        measure = self._measure(factor, num_counted)
+        single = measure.closed(1, SINGLE_REQUESTS, SINGLE_SHARE * options.duration, options.seed)
+        self._check_works(single)
+        runs: list[Run] = []
+        if not _is_hopeless(single):
+            runs = search(measure, FIRST_SHARE * capacity, options.seeds, afford=partial(self._affords, num_counted))
+        return Outcome(
+            server=self._server(),
+            source=measure.source,
+            single=single,
+            capacity=capacity,
+            runs=runs,
+            seconds=time.monotonic() - self._began,
+            remarks=self._remarks(),
+        )
+
+    def _measure(self, factor: float, num_counted: int) -> HttpMeasure:
+        source = replace(self._source, factor=factor)
+        return HttpMeasure(self._endpoint, source, num_counted, self._options.deadline, self._tell)
+
+    def _tell(self, rate: float, ended: int, total: int) -> None:
+        gone, planned = time.monotonic() - self._began, self._options.duration
+        what = f"{per_second(rate)} requests/s" if rate else "closed loop"
+        left = f"about {numbers.duration(max(1.0, planned - gone))} left"
+        self._report(int(gone), int(planned), f"{what}, {ended} of {total} answers, {left}")
+
+    def _affords(self, num_counted: int, rate: float) -> bool:
+        needed = SENT_PER_COUNTED * num_counted / rate + RUN_SECONDS
+        return time.monotonic() - self._began + needed <= self._options.duration
+
+    def _choose(self, first: float, capacity: float) -> tuple[float, int]:
+        """The factor and the number of requests of a run, where they were not given.
+
+        The least factor that leaves enough requests in the time; shorter requests are taken to be served as much more
+        often as they are shorter.
+        """
+        options = self._options
+        left = options.duration - (time.monotonic() - self._began) - SINGLE_SHARE * options.duration
+
+        def fitting(factor: float) -> int:
+            seconds = left / NUM_WHOLE_RUNS - RUN_SECONDS
+            return int(seconds * FIRST_SHARE * capacity * factor / first / SENT_PER_COUNTED)
+
+        least = self._source.least_factor()
+        factors = [options.factor] if options.factor else sorted({least, *(one for one in FACTORS if one > least)})
+        factor = next((one for one in factors if fitting(one) >= (options.requests or WANTED_REQUESTS)), factors[-1])
+        return factor, options.requests or min(max(fitting(factor), MIN_REQUESTS), MAX_REQUESTS)
+
+    def _check_lengths(self, factor: float) -> None:
+        cut, of = replace(self._source, factor=factor).num_cut()
+        if cut > MAX_CUT_SHARE * of:
+            fitting = self._source.least_factor()
+            raise ConfigError(
+                f"With --factor {factor:g}, {cut} of {of} requests are longer than the context of "
+                f"{self._endpoint.context} tokens; --factor {fitting:g} makes nearly all of them fit."
+            )
+
+    def _check_works(self, run: Run) -> None:
+        """Refuse a server that fails the requests of a closed loop, where nobody asks for more than it gives."""
+        errors = [seen.error for seen in run.seen if seen.error]
+        if len(errors) > self._options.max_error_share * len(run.seen):
+            said = f"{len(errors)} of {numbers.plural(len(run.seen), 'request')} failed"
+            raise EndpointError(f"{self._endpoint.url}: {said} ({errors[0]}) while nobody else asked for anything.")
+        if not run.finished:
+            raise EndpointError(
+                f"{self._endpoint.url} finished no request in {CLOSED_SHARE * self._options.duration:.0f} s; "
+                "give a larger --factor or --duration."
+            )
+
+    def _server(self) -> dict[str, Any]:
+        endpoint = self._endpoint
+        return {
+            "model": endpoint.model,
+            "url": endpoint.url,
+            "api": endpoint.api,
+            "context": f"context {endpoint.context}" if endpoint.context else None,
+        }
+
+    def _remarks(self) -> list[str]:
+        remarks = []
+        if not self._endpoint.ignores_end:
+            remarks.append("The server does not take ignore_eos: answers may be shorter than was asked for.")
+        if self._endpoint.context is None:
+            remarks.append("The server does not tell its context, so no length was fitted to it (--context).")
+        if self._endpoint.url.startswith("https"):
+            remarks.append("Each request opens a connection of its own: latencies hold TCP's and TLS's hand-shake.")
+        return remarks
+
+
+def _is_hopeless(single: Run) -> bool:
+    """Whether more than half of one user's requests miss a target: then no rate can keep it."""
+    return any(
+        sum(missed for missed, _ in entries) > sum(total for _, total in entries) / 2
+        for _, _, entries in single.entries()
+    )
+
+
+def run_limit(
+    find: Callable[[Reporter], Outcome],
+    options: Options,
+    *,
+    json_path: Path | None = None,
+    against: Path | None = None,
+    echo: Callable[[str], object] = print,
+) -> int:
+    """Look for the limit, show the figures, and write the file where asked; gives the exit code.
+
+    Args:
+        find: measures; takes what is told about its progress.
+        against: an older result to compare with.
+
+    Returns:
+        0, or 1 where there is no limit.
+
+    Raises:
+        RelevoError: what was asked for cannot be done.
+    """
+    check_writable(json_path)
+    older = read_result(against) if against is not None else None
+    with ended_like_a_key(), Progress("Measuring", unit="s") as progress:
+        outcome = find(progress)
+    result = summarize(outcome, options)
+    for line in ["", *lines_of(result), *(against_lines(result, older) if older is not None else [])]:
+        echo(line)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0 if result["limit"] is not None else EXIT_FAILED
+
+
+@contextmanager
+def ended_like_a_key() -> Iterator[None]:
+    """Whoever ends this process, or closes its terminal, ends what it started: as the key that interrupts does."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,218 @@
+"""The server that is asked: what it serves, and in which words it can be asked."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from app.limit.dispatch import Job, Planned, run_job
+from app.limit.exchange import NO_TEXT, NO_USAGE, NOT_STREAMED, make_post
+from app.limit.prompts import Spelling, make_text
+from app.limit.scrapes import values_of
+from engine.errors import ConfigError, RelevoError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from app.limit.exchange import Answer
+
+APIS: Final = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PROBE_SECONDS: Final = 120.0
+ASK_SECONDS: Final = 10.0
+# Words of the two prompts from which it is learnt how many tokens a word makes, and the length of their answers.
+PROBE_WORDS, PROBE_TOKENS = (16, 80), 4
+PLAIN: Final = Spelling(tokens_per_word=1.0, extra_tokens=0.0)
+
+
+class EndpointError(RelevoError):
+    """A server cannot be measured; says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server and how it is asked.
+
+    Attributes:
+        url: without a path behind it, such as `http://127.0.0.1:8000`.
+        path: of the server where it is not at the root, such as `/openai`.
+        api: a key of `APIS`.
+        model: the name by which it is asked for.
+        keys: headers with the API key; `metrics_keys` those for `/metrics`.
+        context: longest prompt plus answer in tokens; `None` is not known.
+        ignores_end: takes `ignore_eos`, so that answers have the lengths that are asked for.
+        max_tokens_name: what it calls the length of an answer.
+        spelling: how many tokens a word makes.
+        has_metrics: whether `/metrics` tells what Relevo's and vLLM's do.
+    """
+
+    url: str
+    path: str
+    api: str
+    model: str
+    keys: Mapping[str, str] = field(repr=False)
+    metrics_keys: Mapping[str, str] = field(repr=False)
+    context: int | None = None
+    ignores_end: bool = True
+    max_tokens_name: str = "max_tokens"
+    spelling: Spelling = PLAIN
+    has_metrics: bool = False
+
+    @property
+    def address(self) -> tuple[str, int, bool]:
+        """Host, port, and whether it is https."""
+        parts = urlsplit(self.url)
+        tls = parts.scheme == "https"
+        return str(parts.hostname), parts.port or (443 if tls else 80), tls
+
+    def request(self, text: str, num_tokens: int, *, is_background: bool = False) -> str:
+        """The bytes of a request for so long an answer to a text, as text."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            self.max_tokens_name: num_tokens,
+            "temperature": 1.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        body |= {"messages": [{"role": "user", "content": text}]} if self.api == "chat" else {"prompt": text}
+        body |= {"ignore_eos": True} if self.ignores_end else {}
+        body |= {"service_tier": "flex"} if is_background else {}
+        return make_post(urlsplit(self.url).netloc, self.path + APIS[self.api], body, self.keys).decode()
+
+    @property
+    def scrape(self) -> str:
+        """The request for its metrics; empty where it has none."""
+        if not self.has_metrics:
+            return ""
+        host = urlsplit(self.url).netloc
+        lines = [f"GET {self.path}/metrics HTTP/1.1", f"Host: {host}", "Connection: close"]
+        return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in self.metrics_keys.items()), "", ""])
+
+    def metrics(self) -> Mapping[str, float]:
+        """What its metrics say now; empty where it shows none."""
+        status, body = _get(self, "/metrics", self.metrics_keys)
+        return values_of(body) if status == 200 else {}
+
+
+def find_endpoint(
+    url: str,
+    api: str,
+    *,
+    model: str | None = None,
+    key: str | None = None,
+    admin_token: str | None = None,
+    context: int | None = None,
+) -> Endpoint:
+    """Ask a server what it serves and how it can be asked.
+
+    Args:
+        url: with or without `/v1` at its end.
+        model: the name to ask for; `None` takes the first that the server lists.
+        context: in tokens; `None` takes what the server says.
+
+    Raises:
+        ConfigError: the URL is none.
+        EndpointError: nobody answers, the key is refused, or answers are no streams that can be measured.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url {url} is no address of a server; give one such as http://127.0.0.1:8000.")
+    found = Endpoint(
+        f"{parts.scheme}://{parts.netloc}",
+        parts.path.rstrip("/").removesuffix("/v1"),
+        api,
+        model or "",
+        {"Authorization": f"Bearer {key}"} if key else {},
+        {"Authorization": f"Bearer {admin_token or key}"} if admin_token or key else {},
+        context,
+    )
+    found = _with_model(found)
+    found = replace(found, has_metrics=bool(found.metrics()))
+    return _with_words(found)
+
+
+def _with_model(endpoint: Endpoint) -> Endpoint:
+    """With the model's name and context, as far as the server lists them."""
+    status, body = _get(endpoint, "/v1/models", endpoint.keys)
+    if not status:
+        raise EndpointError(f"{endpoint.url} cannot be reached: {body}.")
+    if status in (401, 403):
+        raise EndpointError(_refused(endpoint, status))
+    try:
+        listed = json.loads(body)["data"] if status == 200 else []
+        names = [str(entry["id"]) for entry in listed]
+    except (ValueError, KeyError, TypeError):
+        listed, names = [], []
+    name = endpoint.model or (names[0] if names else "")
+    if not name:
+        raise EndpointError(f"{endpoint.url} lists no model at /v1/models; name one with --model.")
+    entry = listed[names.index(name)] if name in names else {}
+    context = endpoint.context or entry.get("max_model_len")
+    return replace(endpoint, model=name, context=context if isinstance(context, int) else None)
+
+
+def _with_words(endpoint: Endpoint) -> Endpoint:
+    """With the fields that it takes, and how many tokens it makes of words: two short answers are asked for."""
+    variants = [(ends, name) for name in ("max_tokens", "max_completion_tokens") for ends in (True, False)]
+    answers: list[Answer] = []
+    for ignores_end, name in variants:
+        endpoint = replace(endpoint, ignores_end=ignores_end, max_tokens_name=name)
+        answers = _probe(endpoint)
+        if not answers[0].error.startswith(("HTTP 400", "HTTP 422")):
+            break
+    for answer in answers:
+        _check(endpoint, answer)
+    (few, many), (short, long) = PROBE_WORDS, [answer.prompt_tokens for answer in answers]
+    if long <= short:
+        raise EndpointError(
+            f"{endpoint.url} counts {long} tokens for a prompt of {many} words: its usage is not of use."
+        )
+    per_word = (long - short) / (many - few)
+    return replace(endpoint, spelling=Spelling(per_word, short - few * per_word))
+
+
+def _probe(endpoint: Endpoint) -> list[Answer]:
+    host, port, tls = endpoint.address
+    salt = secrets.token_hex(8)
+    planned = [Planned(endpoint.request(make_text(number, f"{salt} probe"), PROBE_TOKENS)) for number in PROBE_WORDS]
+    job = Job(host, port, tls, planned, (0, len(planned)), PROBE_SECONDS, streams=1, seconds=PROBE_SECONDS)
+    return list(run_job(job).answers)
+
+
+def _check(endpoint: Endpoint, answer: Answer) -> None:
+    """Say what is wrong with an answer, in words that lead on."""
+    where = endpoint.url + endpoint.path + APIS[endpoint.api]
+    kind = answer.error.partition(":")[0]
+    told = {
+        NOT_STREAMED: f"{where} does not stream: without a stream there is no time to the first token.",
+        NO_USAGE: f"The streams of {where} hold no usage: without it tokens cannot be counted.",
+        NO_TEXT: f"{where} answers without any text.",
+        "HTTP 401": _refused(endpoint, 401),
+        "HTTP 403": _refused(endpoint, 403),
+        "HTTP 404": f"{where} knows no such route or model ({endpoint.model}); see --api and --model.",
+        "cannot connect": f"{endpoint.url} cannot be reached: {answer.error.partition(': ')[2]}.",
+    }
+    if answer.error:
+        raise EndpointError(told.get(kind, f"{where} cannot be measured: {answer.error}"))
+
+
+def _refused(endpoint: Endpoint, status: int) -> str:
+    given = "the key" if endpoint.keys else "who has no key"
+    return f"{endpoint.url} refuses {given} (HTTP {status}); give the right one with --api-key."
+
+
+def _get(endpoint: Endpoint, route: str, headers: Mapping[str, str]) -> tuple[int, str]:
+    """Status and body of a GET; status 0 and the reason where nobody answers."""
+    request = urllib.request.Request(endpoint.url + endpoint.path + route, headers=dict(headers))  # noqa: S310 (http)
+    try:
+        with urllib.request.urlopen(request, timeout=ASK_SECONDS) as answer:  # noqa: S310
+            return answer.status, answer.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(errors="replace")
+    except OSError as error:
+        return 0, str(getattr(error, "reason", error))

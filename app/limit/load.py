@@ -1,0 +1,144 @@
+"""The requests of a run: their lengths and classes of work, and when each is due."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from engine.errors import ConfigError
+from engine.workload import WorkItem, Workload, at_rate, choose_factor
+
+if TYPE_CHECKING:
+    from app.limit.lengths import Lengths
+    from app.limit.runs import Promise
+    from engine.config import SloTargets
+
+ARRIVALS: Final = ("poisson", "constant", "gamma", "own")
+NUM_LOOKED_AT: Final = 2000
+# Of the requests that count: sent before them until the server is in its stride, and after them so that it stays so.
+WARM_UP_SHARE, TAIL_SHARE = 0.2, 0.1
+MIN_WARM_UP, MIN_TAIL = 5, 2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkClass:
+    """One kind of requests.
+
+    Attributes:
+        share: of all requests, in proportion to the others'.
+        targets: its own.
+        factor: its lengths are divided by it, beside what all are divided by.
+        is_background: asked for as work that waits for the interactive (`service_tier: flex`).
+    """
+
+    name: str
+    share: float
+    lengths: Lengths
+    targets: SloTargets
+    factor: float = 1.0
+    is_background: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests of one run.
+
+    Attributes:
+        workload: all of them, in the order in which they are due.
+        classes: the class of work of each, as an index.
+        counted: the first that counts, and the one after the last.
+    """
+
+    workload: Workload
+    classes: tuple[int, ...]
+    counted: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Makes loads.
+
+    Attributes:
+        arrivals: one of `ARRIVALS`; `own` are those of the lengths' source, and only of a single class.
+        gap_cv: coefficient of variation of the gaps between arrivals, for `gamma`.
+        factor: all lengths are divided by it.
+        max_model_len: what is longer is cut; `None` cuts nothing.
+    """
+
+    classes: tuple[WorkClass, ...]
+    promise: Promise
+    arrivals: str = "poisson"
+    gap_cv: float = 1.0
+    factor: float = 1.0
+    max_model_len: int | None = field(default=None)
+
+    def make(self, num_counted: int, rate: float, seed: int) -> Load:
+        """A load of which so many requests count.
+
+        Its mean rate is `rate` exactly, whatever the pattern. With the same seed the same requests come in the same
+        pattern at every rate.
+
+        Raises:
+            ConfigError: the requests' own arrivals have no pattern.
+        """
+        warm_up = max(MIN_WARM_UP, round(WARM_UP_SHARE * num_counted))
+        total = warm_up + num_counted + max(MIN_TAIL, round(TAIL_SHARE * num_counted))
+        workload, classes = self._mixed(total, seed)
+        if self.arrivals != "own":
+            workload = replace(workload, items=self._spread(workload, seed))
+        return Load(at_rate(workload, rate), classes, (warm_up, warm_up + num_counted))
+
+    def in_proportion(self, factor: float) -> Source:
+        """The same with lengths divided by another factor."""
+        return replace(self, factor=factor)
+
+    def least_factor(self) -> float:
+        """What lengths must be divided by for nearly all requests to fit into the context."""
+        if self.max_model_len is None:
+            return 1.0
+        return choose_factor(
+            replace(self, factor=1.0, max_model_len=None)._mixed(NUM_LOOKED_AT, 0)[0], self.max_model_len
+        )
+
+    def num_cut(self) -> tuple[int, int]:
+        """Of how many requests that were looked at how many are longer than the context."""
+        return self._mixed(NUM_LOOKED_AT, 0)[0].num_shortened, NUM_LOOKED_AT
+
+    def _mixed(self, total: int, seed: int) -> tuple[Workload, tuple[int, ...]]:
+        """So many requests of all classes, arrivals not settled; draws of one class do not change another's lengths."""
+        chooser = random.Random(f"classes {seed}")  # noqa: S311
+        shares = [one.share for one in self.classes]
+        classes = tuple(chooser.choices(range(len(self.classes)), shares, k=total))
+        parts = [
+            one.lengths.take(max(1, classes.count(number)), seed, self.factor * one.factor, self.max_model_len)
+            for number, one in enumerate(self.classes)
+        ]
+        if len(parts) == 1:
+            return parts[0], classes
+        left = [iter(part.items) for part in parts]
+        # Names of blocks are of one class alone, so in a mix nothing is said to be shared.
+        items = tuple([replace(next(left[number]), prefix_ids=()) for number in classes])
+        longest = max(item.num_output_tokens for item in items)
+        shortened = sum(part.num_shortened for part in parts)
+        name = ", ".join(one.name for one in self.classes)
+        return Workload(name, items, self.factor, 0, longest, shortened), classes
+
+    def _spread(self, workload: Workload, seed: int) -> tuple[WorkItem, ...]:
+        rng = random.Random(f"gaps {seed}")  # noqa: S311
+        shape = 1 / self.gap_cv**2 if self.arrivals == "gamma" else 1.0
+        items, now = [], 0.0
+        for item in workload.items:
+            items.append(replace(item, arrival_seconds=now))
+            now += 1.0 if self.arrivals == "constant" else rng.gammavariate(shape, 1 / shape)
+        return tuple(items)
+
+
+def check_arrivals(source: Source) -> None:
+    """Refuse arrivals that such a source does not have.
+
+    Raises:
+        ConfigError: it has several classes, each of which would have arrivals of its own.
+    """
+    if source.arrivals == "own" and len(source.classes) > 1:
+        raise ConfigError("A mix of classes has no arrivals of its own; take poisson, constant or gamma.")

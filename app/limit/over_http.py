@@ -1,0 +1,146 @@
+"""Runs against a server, over HTTP."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from app.limit.dispatch import Job, Planned, run_job
+from app.limit.exchange import NOT_FINISHED, STOPPED
+from app.limit.runs import ALLOWED_MISSES, Run, Seen
+from app.limit.scrapes import observe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from app.limit.dispatch import Told
+    from app.limit.endpoint import Endpoint
+    from app.limit.exchange import Answer
+    from app.limit.load import Load, Source
+
+# What a run leaves behind is given up; a server takes so long at most to notice.
+IDLE_SECONDS: Final = 10.0
+IDLE_POLL_SECONDS: Final = 0.2
+# Where a server does not tell whether it is idle.
+PAUSE_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HttpMeasure:
+    """Measures rates of a server.
+
+    Attributes:
+        num_counted: requests that count in each run.
+        deadline: seconds from when a request is due until it is given up.
+        report: told the rate and how many of how many requests have ended.
+    """
+
+    endpoint: Endpoint
+    source: Source
+    num_counted: int
+    deadline: float
+    report: Callable[[float, int, int], object] = lambda _rate, _ended, _total: None
+
+    def __call__(self, rate: float, seed: int) -> Run:
+        """One run in an open loop; another time the same lengths come with other words."""
+        load = self.source.make(self.num_counted, rate, seed)
+        num_of = [load.classes[slice(*load.counted)].count(number) for number in range(len(self.source.classes))]
+        job = replace(
+            self._job(load),
+            allowed_late=tuple([ALLOWED_MISSES * number for number in num_of]),
+            scrape=self.endpoint.scrape,
+        )
+        told = self._run(job, rate)
+        return self._as_run(rate, seed, load, told)
+
+    def closed(self, num_streams: int, num_requests: int, seconds: float, seed: int) -> Run:
+        """So many streams, each of which sends its next request when its last answer is complete.
+
+        The rate of the run is that of the answers that were completed.
+        """
+        load = self.source.make(num_requests, 1.0, seed)
+        num_planned = len(load.workload.items)
+        job = replace(self._job(load), counted=(0, num_planned), streams=num_streams, seconds=seconds)
+        told = self._run(job, 0.0)
+        run = self._as_run(0.0, seed, replace(load, counted=(0, num_planned)), told)
+        ended = [answer.finished for answer in told.answers if not answer.error]
+        return replace(run, rate=len(ended) / max(ended) if ended else 0.0)
+
+    def _run(self, job: Job, rate: float) -> Told:
+        self._wait_until_idle()
+        total = job.counted[1] - job.counted[0]
+        return run_job(job, lambda ended: self.report(rate, ended, total))
+
+    def _job(self, load: Load) -> Job:
+        salt = secrets.token_hex(8)
+        host, port, tls = self.endpoint.address
+        planned = []
+        for index, (item, number) in enumerate(zip(load.workload.items, load.classes, strict=True)):
+            work_class = self.source.classes[number]
+            text = self.endpoint.spelling.prompt(load.workload, index, salt)
+            request = self.endpoint.request(text, item.num_output_tokens, is_background=work_class.is_background)
+            targets = work_class.targets
+            planned.append(
+                Planned(request, item.arrival_seconds, targets.ttft_p95_seconds, targets.e2e_p95_seconds, number)
+            )
+        return Job(host, port, tls, planned, load.counted, self.deadline)
+
+    def _as_run(self, rate: float, seed: int, load: Load, told: Told) -> Run:
+        first, last = load.counted
+        end = told.stopped_at if told.stopped_at is not None else told.wall_seconds
+        seen = [
+            self._seen(answer, load.classes[index], end)
+            for index, answer in enumerate(told.answers)
+            if first <= index < last and answer.sent
+        ]
+        items = load.workload.items
+        begin, until = items[first].arrival_seconds, items[last - 1].arrival_seconds
+        # Where it was ended early there may be no whole second of it: then all there is.
+        within = [text for at, text in told.scrapes if begin <= at <= until]
+        observed = observe(within if len(within) > 1 else [text for _, text in told.scrapes])
+        return Run(
+            rate,
+            seed,
+            self.source.promise,
+            tuple(seen),
+            preemptions=observed.preemptions if observed else None,
+            cpu_share=told.cpu_seconds / told.wall_seconds if told.wall_seconds else None,
+            stopped=told.stopped_at is not None,
+            observed=observed,
+        )
+
+    def _seen(self, answer: Answer, work_class: int, end: float) -> Seen:
+        slow = self.source.classes[work_class].targets.itl_p95_seconds
+        kind = answer.error.partition(":")[0]
+        kind = "" if kind == STOPPED else kind
+        gaps = answer.token_gaps if answer.sizes else []
+        is_whole = not answer.error
+        watched = answer.finished if is_whole else answer.due + self.deadline if kind == NOT_FINISHED else end
+        return Seen(
+            due=answer.due,
+            lag=max(0.0, answer.sent - answer.due),
+            watched=watched - answer.due,
+            ttft=answer.first - answer.due if answer.sizes else None,
+            e2e=answer.finished - answer.due if is_whole else None,
+            prompt_tokens=answer.prompt_tokens,
+            output_tokens=answer.output_tokens,
+            num_gaps=len(gaps),
+            num_slow_gaps=0 if slow is None else sum(gap > slow for gap in gaps),
+            gaps=gaps,
+            error=kind,
+            work_class=work_class,
+        )
+
+    def _wait_until_idle(self) -> None:
+        """So that no run pays for the one before it."""
+        if not self.endpoint.has_metrics:
+            time.sleep(PAUSE_SECONDS)
+            return
+        until = time.monotonic() + IDLE_SECONDS
+        while time.monotonic() < until:
+            values = self.endpoint.metrics()
+            if not values.get("num_requests_running", 0.0) + values.get("num_requests_waiting", 0.0):
+                return
+            time.sleep(IDLE_POLL_SECONDS)

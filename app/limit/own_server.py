@@ -1,0 +1,83 @@
+"""The server that is measured where none was named: this very one, as a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final
+
+from app.limit.endpoint import EndpointError
+from app.listening import open_listening_socket
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+HOST: Final = "127.0.0.1"
+SERVE: Final = (sys.executable, "-m", "app.cli", "serve")
+START_SECONDS: Final = 300.0
+POLL_SECONDS: Final = 0.1
+GRACE_SECONDS: Final = 10.0
+
+
+@contextmanager
+def open_own_server(flags: Sequence[str], command: Sequence[str] = SERVE) -> Iterator[str]:
+    """Start a server on a free port of this machine; gives its URL when it is ready. It is gone afterwards.
+
+    What it keeps of itself goes with it: it does not touch the history of a server that runs here.
+
+    Args:
+        flags: of `relevo serve`.
+
+    Raises:
+        EndpointError: it ends, or is not ready in time; with the last line that it said.
+    """
+    with open_listening_socket(HOST, 0) as probe:
+        port = probe.getsockname()[1]
+    url = f"http://{HOST}:{port}"
+    with TemporaryDirectory(prefix="relevo-limit-") as folder:
+        log = Path(folder) / "log"
+        own = ["--host", HOST, "--port", str(port), "--state-dir", folder, "--log-level", "warning"]
+        words = [*command, *own, "--drain-timeout-seconds", "0", *flags]
+        with log.open("wb") as out:
+            # In a session of its own, the key that interrupts is left to the command, which ends it.
+            process = subprocess.Popen(  # noqa: S603
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            _wait_until_ready(process, url, log)
+            yield url
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while not _is_ready(url):
+        if process.poll() is not None or time.monotonic() > until:
+            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            raise EndpointError(f"The server to be measured did not start: {said[0].removeprefix('relevo: ')}")
+        time.sleep(POLL_SECONDS)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/readyz", timeout=POLL_SECONDS * 10) as answer:  # noqa: S310
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End it; nobody waits for an answer from it, so it need not finish any."""
+    process.terminate()
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

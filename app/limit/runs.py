@@ -1,0 +1,190 @@
+"""One run at one rate, as a value: what each request saw, and how far that is from what was promised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from app.compare.runs import SLOW_GAPS_ALLOWED, growth_excess, percentile
+from app.limit.exchange import NOT_FINISHED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from app.limit.scrapes import Observed
+    from engine.config import SloTargets
+
+# A target is of the 95th percentile: so many may miss it.
+ALLOWED_MISSES: Final = 0.05
+# Preemptions repeat where there are more than this share of the requests, and more than one.
+ALLOWED_PREEMPTIONS: Final = 0.01
+# A generator that was later than this share of the smallest target measured itself.
+MAX_LAG_SHARE: Final = 0.05
+# Requests that a percentile wants, fewer leave it to chance.
+WANTED_SAMPLES: Final = {50: 20, 95: 300, 99: 1000}
+# What is further from the promise than this is no more lost for it.
+MAX_EXCESS: Final = 1 / ALLOWED_MISSES
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one counted request saw; seconds from when it was due.
+
+    Attributes:
+        due: seconds from the start of the run.
+        lag: how late it was sent.
+        watched: until it ended, or until nobody looked any more.
+        ttft: to its first text; `None` if none came.
+        e2e: to its end; `None` if it was not seen.
+        gaps: seconds a token, of each gap; empty where they are not known one by one.
+        num_gaps, num_slow_gaps: all gaps, and those longer than the target of its class.
+        error: the kind of it; empty where there was none.
+        work_class: index of its class of work.
+    """
+
+    due: float
+    lag: float
+    watched: float
+    ttft: float | None
+    e2e: float | None
+    prompt_tokens: int
+    output_tokens: int
+    num_gaps: int
+    num_slow_gaps: int
+    gaps: Sequence[float] = field(default=(), repr=False)
+    error: str = ""
+    work_class: int = 0
+
+    def is_good(self, targets: SloTargets) -> bool:
+        """Whether it met every target that there is."""
+        return (
+            not self.error
+            and self.e2e is not None
+            and not _is_over(self.ttft, targets.ttft_p95_seconds)
+            and not _is_over(self.e2e, targets.e2e_p95_seconds)
+            and (targets.itl_p95_seconds is None or self.num_slow_gaps <= SLOW_GAPS_ALLOWED * max(1, self.num_gaps))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What is to hold.
+
+    Attributes:
+        targets: of each class of work.
+        max_error_share: of all requests.
+    """
+
+    targets: tuple[SloTargets, ...]
+    max_error_share: float
+
+    @property
+    def smallest(self) -> float:
+        """The smallest of all targets, in seconds; infinite without any."""
+        return min([seconds for one in self.targets for seconds in given(one).values()], default=math.inf)
+
+
+def given(targets: SloTargets) -> dict[str, float]:
+    """The targets that there are: `ttft`, `itl`, `e2e` to seconds."""
+    every = {"ttft": targets.ttft_p95_seconds, "itl": targets.itl_p95_seconds, "e2e": targets.e2e_p95_seconds}
+    return {name: seconds for name, seconds in every.items() if seconds is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All counted requests of one run.
+
+    Attributes:
+        rate: requests a second that were due.
+        seed: of lengths and arrivals.
+        preemptions: while it ran; `None` where the server does not tell.
+        cpu_share: of one core, what the generator took; `None` where there is none.
+        stopped: it was ended when it was certain to be lost: percentiles are of what had come by then.
+        observed: what the server told of itself; `None` where it tells nothing.
+    """
+
+    rate: float
+    seed: int
+    promise: Promise
+    seen: tuple[Seen, ...] = field(repr=False)
+    preemptions: int | None = None
+    cpu_share: float | None = None
+    stopped: bool = False
+    observed: Observed | None = None
+
+    @property
+    def finished(self) -> list[Seen]:
+        """Those with a whole answer."""
+        return [seen for seen in self.seen if seen.e2e is not None and not seen.error]
+
+    @property
+    def lag_p50(self) -> float:
+        """How late requests left, in seconds."""
+        return percentile([seen.lag for seen in self.seen], 50)
+
+    @property
+    def lag_p99(self) -> float:
+        """The same of the latest hundredth."""
+        return percentile([seen.lag for seen in self.seen], 99)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the generator kept its own times; else nothing here says anything about the server."""
+        return self.lag_p99 <= MAX_LAG_SHARE * self.promise.smallest
+
+    @property
+    def holds(self) -> bool:
+        """Whether every promise was kept."""
+        return self.excess <= 1
+
+    @property
+    def excess(self) -> float:
+        """What was missed over what may be missed, of the promise that is furthest from being kept; 1 just holds."""
+        return max(self.excesses().values(), default=0.0)
+
+    def excesses(self) -> dict[str, float]:
+        """The same of each promise, `ttft of class 1` and so on; nothing counts for more than `MAX_EXCESS`."""
+        found = {name: _ratio(missed, allowed * total) for name, missed, total, allowed in self._counts()}
+        points = [(seen.due, seen.ttft) for seen in self.seen if seen.ttft is not None]
+        found["waiting grows"] = growth_excess(points)
+        if self.preemptions is not None:
+            found["preemptions"] = _ratio(self.preemptions, max(1.0, ALLOWED_PREEMPTIONS * len(self.seen)))
+        return {name: min(value, MAX_EXCESS) for name, value in found.items()}
+
+    def _counts(self) -> Iterator[tuple[str, float, float, float]]:
+        """Name, misses, all, and the share that may miss."""
+        for name, allowed, entries in self.entries():
+            yield name, sum([missed for missed, _ in entries]), sum([total for _, total in entries]), allowed
+
+    def entries(self) -> Iterator[tuple[str, float, list[tuple[int, int]]]]:
+        """Each promise about requests: its name, the share that may miss, and (missed, all) of every request."""
+        several = len(self.promise.targets) > 1
+        for number, targets in enumerate(self.promise.targets):
+            for name, seconds in given(targets).items():
+                label = f"{name} of class {number + 1}" if several else name
+                entries = [_entry(seen, name, seconds) if seen.work_class == number else (0, 0) for seen in self.seen]
+                yield label, ALLOWED_MISSES, entries
+        yield "errors", self.promise.max_error_share, [(1, 1) if seen.error else (0, 1) for seen in self.seen]
+
+
+def _entry(seen: Seen, name: str, seconds: float) -> tuple[int, int]:
+    """Whether one request missed a target; nothing is known of one that was not watched for long enough."""
+    if seen.error and seen.error != NOT_FINISHED:
+        return 0, 0
+    if name == "itl":
+        return seen.num_slow_gaps, seen.num_gaps
+    value = seen.ttft if name == "ttft" else seen.e2e
+    if value is None:
+        return (1, 1) if seen.watched > seconds else (0, 0)
+    return int(value > seconds), 1
+
+
+def _is_over(value: float | None, target: float | None) -> bool:
+    return target is not None and (value is None or value > target)
+
+
+def _ratio(missed: float, allowed: float) -> float:
+    if not missed:
+        return 0.0
+    return missed / allowed if allowed else MAX_EXCESS

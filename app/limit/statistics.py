@@ -1,0 +1,130 @@
+"""The limit and its interval, from runs at several rates. Nothing here measures or knows a clock.
+
+How far each run is from the promise is a ratio that is 1 where it just holds, and rises with the rate but for chance.
+For each seed the logarithm is fitted by the rising steps nearest to it (isotonic regression), and the limit under that
+seed is where the fit crosses 0. The limit is the lowest of these: there every repeat held. For the interval the
+requests of each run are drawn anew in blocks, as those that follow one another wait together.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from app.limit.runs import MAX_EXCESS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from app.limit.runs import Run
+
+NUM_DRAWS: Final = 400
+INTERVAL: Final = (5, 95)  # percentiles of the draws
+# What is this far below the promise is no more held for it.
+MIN_EXCESS: Final = 1 / MAX_EXCESS
+
+
+class Interval(NamedTuple):
+    """The limit in requests a second, and between what it lies in nine of ten draws.
+
+    `low` is of the lowest among the seeds, as the limit itself is, `high` of the highest.
+    """
+
+    estimate: float
+    low: float
+    high: float
+
+
+def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None:
+    """The highest rate at which the promise holds under every seed; `None` where it holds at none of the rates."""
+    logs = np.array([[_log(run.excess)] for run in runs])
+    (estimate, _), *_ = _crossings(runs, logs)
+    if estimate is None:
+        return None
+    rng = np.random.default_rng(0)
+    drawn = _crossings(runs, np.array([_drawn(run, rng, num_draws) for run in runs]))
+    # Where a draw holds nowhere, all that is known is that its limit would be below the lowest rate.
+    least = min(run.rate for run in runs)
+    low, high = (
+        float(np.percentile([least if pair[side] is None else pair[side] for pair in drawn], percent))
+        for side, percent in enumerate(INTERVAL)
+    )
+    return Interval(estimate, min(low, estimate), max(high, estimate))
+
+
+def _crossings(runs: Sequence[Run], logs: np.ndarray) -> list[tuple[float | None, float | None]]:
+    """The lowest and the highest limit of all seeds, for each column of `logs` ([runs, columns])."""
+    seeds = sorted({run.seed for run in runs})
+    members = [[place for place, run in enumerate(runs) if run.seed == seed] for seed in seeds]
+    rates = [np.array([runs[place].rate for place in places]) for places in members]
+    # A seed that holds nowhere is taken to hold at the next lower rate that was tried with another.
+    lower = [max([run.rate for run in runs if run.rate < those.min()], default=None) for those in rates]
+    pairs = []
+    for column in logs.T:
+        found = [
+            below if (own := crossing(those, column[places])) is None else own
+            for those, places, below in zip(rates, members, lower, strict=True)
+        ]
+        known = [one for one in found if one is not None]
+        pairs.append((None if None in found else min(known), max(known, default=None)))
+    return pairs
+
+
+def crossing(rates: np.ndarray, logs: np.ndarray) -> float | None:
+    """Where the rising fit of `logs` over `rates` crosses 0.
+
+    `None` where that is below the lowest rate; the highest rate where it does not come that far.
+    """
+    steps = isotonic(rates, logs)
+    if steps[0][1] > 0:
+        return None
+    for (rate, below), (next_rate, above) in pairwise(steps):
+        if above > 0:
+            return float(rate * (next_rate / rate) ** (-below / (above - below)))
+    return float(steps[-1][0])
+
+
+def isotonic(rates: np.ndarray, values: np.ndarray) -> list[tuple[float, float]]:
+    """The rising steps with the least squared distance: (rate, fitted value), a pair for each rate.
+
+    Neighbours that fall are pooled into their mean until none does.
+    """
+    blocks: list[tuple[float, float, list[float]]] = []  # weight, mean, rates
+    for rate in sorted(set(rates.tolist())):
+        those = values[rates == rate]
+        blocks.append((len(those), float(those.mean()), [rate]))
+        while len(blocks) > 1 and blocks[-2][1] >= blocks[-1][1]:
+            (weight, mean, left), (other_weight, other_mean, right) = blocks[-2:]
+            total = weight + other_weight
+            blocks[-2:] = [(total, (weight * mean + other_weight * other_mean) / total, left + right)]
+    return [(rate, mean) for _, mean, members in blocks for rate in members]
+
+
+def _drawn(run: Run, rng: np.random.Generator, num_draws: int) -> np.ndarray:
+    """The run's distance from the promise, as the logarithm of the ratio, for requests drawn anew: [draws]."""
+    ordered = sorted(range(len(run.seen)), key=lambda index: run.seen[index].due)
+    size = max(1, round(math.sqrt(len(ordered))))
+    entries = [(allowed, np.array(pairs)[ordered]) for _, allowed, pairs in run.entries()]
+    starts = np.arange(0, len(ordered), size)
+    picks = rng.multinomial(len(starts), np.full(len(starts), 1 / len(starts)), num_draws)  # [draws, blocks]
+    worst = np.full(num_draws, _of_the_whole(run))
+    for allowed, pairs in entries:
+        missed, total = (picks @ np.add.reduceat(pairs, starts)).T  # [draws] each
+        ratio = np.where(missed > 0, MAX_EXCESS, 0.0)
+        np.divide(missed, allowed * total, out=ratio, where=allowed * total > 0)
+        worst = np.maximum(worst, ratio)
+    logs: np.ndarray = np.log(np.clip(worst, MIN_EXCESS, MAX_EXCESS))
+    return logs
+
+
+def _of_the_whole(run: Run) -> float:
+    """The promises that are about a run and not about its requests: they are not drawn anew."""
+    excesses = run.excesses()
+    return max(excesses["waiting grows"], excesses.get("preemptions", 0.0))
+
+
+def _log(excess: float) -> float:
+    return math.log(min(max(excess, MIN_EXCESS), MAX_EXCESS))

@@ -1,0 +1,211 @@
+"""From runs to figures: what `--json` writes, and what the terminal shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from app.compare.runs import percentile
+from app.limit.runs import MAX_LAG_SHARE, WANTED_SAMPLES
+from app.limit.scrapes import bound_by
+from app.limit.search import edge
+from app.limit.statistics import limit_of
+from app.render import numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from app.limit.load import Source
+    from app.limit.options import Options
+    from app.limit.runs import Run, Seen
+    from app.limit.statistics import Interval
+
+GENERATOR = "the generator"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that was measured.
+
+    Attributes:
+        server: facts about what was asked, for the reader.
+        source: the requests, with the factor that was taken.
+        single: one user alone, `None` where that was not measured.
+        capacity: requests a second in a closed loop.
+        runs: of the search; none where one user alone was too much already.
+        seconds: all of it took.
+        remarks: what a reader must know beside the figures.
+    """
+
+    server: Mapping[str, Any]
+    source: Source
+    single: Run | None
+    capacity: float
+    runs: Sequence[Run]
+    seconds: float
+    remarks: Sequence[str] = ()
+
+
+def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
+    """The result, keys as in the contract."""
+    runs = sorted(outcome.runs, key=lambda run: (run.rate, run.seed))
+    valid = [run for run in runs if run.is_valid]
+    found = limit_of(valid) if valid else None
+    limit = _limit(found, runs, options) if found else None
+    classes = outcome.source.classes
+    result: dict[str, Any] = {
+        "server": dict(outcome.server),
+        "targets": {**asdict(options.targets), "max_error_share": options.max_error_share},
+        "classes": [{"name": one.name, "share": one.share, **asdict(one.targets)} for one in classes],
+        "workload": _workload(outcome.source, options),
+        "limit": limit,
+        "single_user": figures(outcome.single) if outcome.single else None,
+        "capacity_requests_per_second": outcome.capacity,
+        "curve": [figures(run) for run in runs],
+        "seed": options.seed,
+        "seconds": round(outcome.seconds, 3),
+    }
+    if limit is None:
+        result["why"] = _why(outcome)
+    return result | {"remarks": [*outcome.remarks, *_remarks(result, runs)]}
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """One run: latencies in seconds, `None` where there are none."""
+    begin = min(seen.due for seen in run.seen)
+    ended = max([seen.due + seen.e2e for seen in run.finished if seen.e2e is not None], default=begin)
+    span = max(seen.due for seen in run.seen) - begin
+    kinds = Counter(seen.error for seen in run.seen if seen.error)
+    good = sum(seen.is_good(run.promise.targets[seen.work_class]) for seen in run.seen)
+    tokens = sum(seen.output_tokens for seen in run.finished)
+    classes = [
+        _latencies([seen for seen in run.seen if seen.work_class == number])
+        for number in range(len(run.promise.targets))
+    ]
+    return {
+        "rate": run.rate,
+        "seed": run.seed,
+        **_latencies(run.seen),
+        "classes": classes if len(classes) > 1 else [],
+        "requests": len(run.finished),
+        "errors": kinds.total(),
+        "errors_by_kind": dict(kinds),
+        "goodput": run.rate * good / len(run.seen),
+        "output_tokens_per_second": tokens / (ended - begin) if ended > begin else 0.0,
+        # By Little's law: those who wait are as many as come, times how long each waits.
+        "waiting": sum(seen.watched if seen.ttft is None else seen.ttft for seen in run.seen) / span if span else 0.0,
+        "preemptions": run.preemptions,
+        "dispatch_lag_p50_seconds": run.lag_p50,
+        "dispatch_lag_p99_seconds": run.lag_p99,
+        "generator_cpu_share": run.cpu_share,
+        "observed": asdict(run.observed) if run.observed else None,
+        "stopped_early": run.stopped,
+        "excess": run.excesses(),
+        "holds": run.holds if run.is_valid else None,
+    }
+
+
+def _latencies(seen: Sequence[Seen]) -> dict[str, float | None]:
+    """Percentiles of those that did not fail; of gaps where they are known one by one."""
+    fine = [one for one in seen if not one.error]
+    samples = {
+        "ttft": [one.ttft for one in fine if one.ttft is not None],
+        "itl": [gap for one in fine for gap in one.gaps],
+        "e2e": [one.e2e for one in fine if one.e2e is not None],
+    }
+    return {
+        f"{name}_p{percent}_seconds": percentile(values, percent) if values else None
+        for name, values in samples.items()
+        for percent in WANTED_SAMPLES
+    }
+
+
+def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, Any]:
+    _, high = edge(runs)
+    holding = [run for run in runs if run.is_valid and run.holds and run.rate <= found.estimate * 1.0001]
+    best = max(holding, key=lambda run: run.rate)
+    beyond = [run for run in runs if run.rate == high]
+    known = figures(best)
+    price, think = options.price_per_hour, options.think_time
+    speed = known["output_tokens_per_second"]
+    stay = fmean([seen.e2e for seen in best.finished if seen.e2e is not None])
+    return {
+        "requests_per_second": found.estimate,
+        "low": found.low,
+        "high": found.high,
+        "is_at_least": high is None,
+        "goodput": known["goodput"],
+        "output_tokens_per_second": speed,
+        "bound_by": _bound(beyond or [best]),
+        "broken_promise": _broken(beyond),
+        # A user is one request in so many seconds: the wait for the whole answer, and the time to think.
+        "users": found.estimate * (stay + think) if think is not None else None,
+        "cost_per_million_output_tokens": price / 3600 / speed * 1e6 if price is not None else None,
+    }
+
+
+def _bound(runs: Sequence[Run]) -> str:
+    """Of the runs at one rate: what they tell, the first that tells anything."""
+    if not any(run.is_valid for run in runs):
+        return GENERATOR
+    return bound_by(next((run.observed for run in runs if run.observed is not None), None))
+
+
+def _broken(runs: Sequence[Run]) -> str | None:
+    failed = [run for run in runs if run.is_valid and not run.holds]
+    return max(failed[0].excesses().items(), key=lambda item: item[1])[0] if failed else None
+
+
+def _why(outcome: Outcome) -> str:
+    """Why there is no limit."""
+    if outcome.single is not None and not outcome.runs:
+        missed = ", ".join(name for name, excess in outcome.single.excesses().items() if excess > 1)
+        return f"Not even one user alone is served within the targets ({missed})."
+    lowest = min(outcome.runs, key=lambda run: run.rate)
+    if not lowest.is_valid:
+        return (
+            f"The generator was late by {numbers.seconds(lowest.lag_p99)} (p99), more than {MAX_LAG_SHARE:.0%} of the "
+            "smallest target: nothing is known of the server. Give it a machine of its own, or less to do."
+        )
+    worst = max(lowest.excesses().items(), key=lambda item: item[1])[0]
+    return f"The targets hold at no rate that was tried, down to {lowest.rate:.3g} requests/s ({worst})."
+
+
+def _workload(source: Source, options: Options) -> dict[str, Any]:
+    load = source.make(1000, 1.0, options.seed)
+    items = load.workload.items
+    return {
+        "name": load.workload.name,
+        "factor": source.factor,
+        "arrivals": source.arrivals,
+        "gap_cv": options.gap_cv if source.arrivals == "gamma" else None,
+        "shortened": load.workload.num_shortened,
+        "skipped": load.workload.num_skipped,
+        "mean_prompt_tokens": fmean([item.num_prompt_tokens for item in items]),
+        "mean_output_tokens": fmean([item.num_output_tokens for item in items]),
+    }
+
+
+def _remarks(result: Mapping[str, Any], runs: Sequence[Run]) -> list[str]:
+    remarks = []
+    few = min([len(run.finished) for run in runs if not run.stopped], default=0)
+    for percent in (95, 99):
+        if runs and few < WANTED_SAMPLES[percent]:
+            remarks.append(
+                f"A p{percent} wants {WANTED_SAMPLES[percent]:,} finished requests; here are runs with {few}."
+            )
+    late = [run for run in runs if not run.is_valid]
+    if late:
+        rates = ", ".join(sorted({f"{run.rate:.3g}" for run in late}))
+        remarks.append(f"At {rates} requests/s the generator itself was late; these runs say nothing of the server.")
+    if any(run.stopped for run in runs):
+        remarks.append("Runs that were certain to be lost were ended: their percentiles are of what had come by then.")
+    if result["limit"] and result["limit"]["is_at_least"]:
+        remarks.append("The targets held at every rate that was tried: the limit is at least this.")
+    if result["workload"]["shortened"]:
+        remarks.append("Requests that did not fit into the context were cut to it.")
+    if result["workload"]["skipped"]:
+        remarks.append(f"{numbers.plural(result['workload']['skipped'], 'bad line')} of the trace had to be skipped.")
+    return remarks

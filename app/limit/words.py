@@ -1,0 +1,154 @@
+"""The figures as lines of a terminal."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from app.limit.runs import WANTED_SAMPLES
+from app.render import numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+LATENCIES: Final = {"ttft": "first token", "itl": "gap", "e2e": "answer"}
+NAMES: Final = {"ttft": "the first token", "itl": "the gaps between tokens", "e2e": "the whole answer"}
+
+
+def lines_of(result: Mapping[str, Any]) -> list[str]:
+    """Everything, for a terminal about 150 columns wide."""
+    return [
+        *what_was_asked(result),
+        "",
+        *table(result["curve"]),
+        *(["", *_table_of_classes(result)] if len(result["classes"]) > 1 else []),
+        *([""] if result["curve"] else []),
+        *limit_lines(result),
+        *_single_line(result),
+        *result["remarks"],
+    ]
+
+
+def what_was_asked(result: Mapping[str, Any]) -> list[str]:
+    """Server, workload and targets, a line each."""
+    workload = result["workload"]
+    server = ", ".join(str(value) for value in result["server"].values() if value is not None)
+    cv = f", CV {workload['gap_cv']:g}" if workload["gap_cv"] is not None else ""
+    return [
+        server,
+        f"{workload['name']}: lengths divided by {workload['factor']:g} (mean prompt "
+        f"{workload['mean_prompt_tokens']:.1f}, mean answer {workload['mean_output_tokens']:.1f}), arrivals "
+        f"{workload['arrivals']}{cv}, open loop",
+        *[f"{_name(one, result)}: {_targets(one)}" for one in result["classes"]],
+    ]
+
+
+def _name(one: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    return "Targets" if len(result["classes"]) == 1 else f"Targets of {one['name']} (share {one['share']:g})"
+
+
+def _targets(one: Mapping[str, Any]) -> str:
+    given = {name: one[f"{name}_p95_seconds"] for name in NAMES}
+    return ", ".join(f"95 % of {NAMES[name]} within {seconds:g} s" for name, seconds in given.items() if seconds)
+
+
+def table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each run, by rising rate."""
+    if not curve:
+        return []
+    header = ["requests/s"]
+    for name in LATENCIES.values():
+        header += [f"{name} p50", "p95", "p99"]
+    header += ["goodput", "waiting", "preempted", "tokens/s", "errors", "holds"]
+    rows = [header]
+    for run in curve:
+        rows.append(
+            [
+                per_second(run["rate"]),
+                *_latency_cells(run, run["requests"]),
+                f"{run['goodput']:.2f}",
+                f"{run['waiting']:.1f}",
+                numbers.count(run["preemptions"]),
+                str(numbers.rate(run["output_tokens_per_second"])),
+                numbers.count(run["errors"]),
+                _holds(run),
+            ]
+        )
+    return _aligned(rows)
+
+
+def _table_of_classes(result: Mapping[str, Any]) -> list[str]:
+    rows = [["requests/s", "class", *(f"{name} p95" for name in LATENCIES.values())]]
+    for run in result["curve"]:
+        for one, latencies in zip(result["classes"], run["classes"], strict=True):
+            cells = [str(numbers.seconds(latencies[f"{name}_p95_seconds"])) for name in LATENCIES]
+            rows.append([per_second(run["rate"]), one["name"], *cells])
+    return _aligned(rows)
+
+
+def _latency_cells(run: Mapping[str, Any], samples: int) -> list[str]:
+    return [
+        str(numbers.seconds(seconds)) + ("*" if samples < wanted and seconds is not None else "")
+        for name in LATENCIES
+        for percent, wanted in WANTED_SAMPLES.items()
+        for seconds in [run[f"{name}_p{percent}_seconds"]]
+    ]
+
+
+def _holds(run: Mapping[str, Any]) -> str:
+    if run["holds"] is None:
+        return f"unknown: sent {numbers.seconds(run['dispatch_lag_p99_seconds'])} late"
+    if run["holds"]:
+        return "yes"
+    return f"no: {max(run['excess'], key=run['excess'].get)}" + (", ended early" if run["stopped_early"] else "")
+
+
+def per_second(rate: float) -> str:
+    """A rate of requests with three digits, zeros at its end too."""
+    return f"{rate:.{max(0, 2 - max(0, math.floor(math.log10(rate))))}f}" if rate > 0 else "0"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns to the right, the last one to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + f"  {row[-1]}"
+        for row in rows
+    ]
+
+
+def limit_lines(result: Mapping[str, Any]) -> list[str]:
+    """The limit, or why there is none."""
+    limit = result["limit"]
+    if limit is None:
+        return [f"No limit: {result['why']}"]
+    least = "at least " if limit["is_at_least"] else ""
+    broken = f"; beyond it {_broken_words(limit['broken_promise'])}" if limit["broken_promise"] else ""
+    lines = [
+        f"The limit is {least}{per_second(limit['requests_per_second'])} requests/s (between "
+        f"{per_second(limit['low'])} and {per_second(limit['high'])}), bound by {limit['bound_by']}{broken}.",
+        f"Just below it: goodput {limit['goodput']:.2f} requests/s, "
+        f"{numbers.rate(limit['output_tokens_per_second'])} tokens/s.",
+    ]
+    if limit["users"] is not None:
+        lines.append(f"So many users at once: {limit['users']:.0f}.")
+    if limit["cost_per_million_output_tokens"] is not None:
+        lines.append(f"A million output tokens cost {limit['cost_per_million_output_tokens']:.2f}.")
+    return lines
+
+
+def _broken_words(promise: str) -> str:
+    name, of, rest = promise.partition(" of ")
+    return f"{NAMES[name]}{of}{rest} is late" if name in NAMES else promise
+
+
+def _single_line(result: Mapping[str, Any]) -> list[str]:
+    single = result["single_user"]
+    if single is None:
+        return []
+    cells = [
+        f"{LATENCIES[name]} {numbers.seconds(single[f'{name}_p50_seconds'])} (p95 "
+        f"{numbers.seconds(single[f'{name}_p95_seconds'])})"
+        for name in LATENCIES
+    ]
+    return [f"One user alone: {', '.join(cells)}, of {numbers.plural(single['requests'], 'request')}."]

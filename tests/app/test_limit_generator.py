@@ -1,0 +1,227 @@
+"""The process that sends requests, over real sockets: what it notes, what it is late by, and that it always ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from app.limit import dispatch, over_http
+from app.limit.dispatch import COMMAND, Job, Planned, Told, run_job
+from app.limit.endpoint import Endpoint
+from app.limit.exchange import Answer
+from app.limit.generator import Generator
+from app.limit.lengths import Ranges
+from app.limit.load import Source, WorkClass
+from app.limit.over_http import HttpMeasure
+from app.limit.runs import Promise
+from app.limit.summary import figures
+from engine.config import SloTargets
+from tests.app.endpoints import open_endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CALM = SloTargets(5.0, 5.0, None)
+
+
+def run_inside(job: Job, report: Callable[[int], object] = lambda _ended: None) -> Told:
+    """A job in this process, which starts faster than another."""
+
+    async def run() -> dict[str, Any]:
+        return await Generator(job.as_json(), report).run()
+
+    told = asyncio.run(run())
+    answers = tuple(Answer(**answer) for answer in told.pop("answers"))
+    return Told(answers, tuple(told.pop("scrapes")), **told)
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+    """Jobs run in this process; what each told."""
+    told: list[Told] = []
+
+    def run(job: Job, report: Callable[[int], object]) -> Told:
+        told.append(run_inside(job, report))
+        return told[-1]
+
+    monkeypatch.setattr(over_http, "run_job", run)
+    monkeypatch.setattr(over_http, "PAUSE_SECONDS", 0.0)
+    return told
+
+
+def endpoint(url: str, api: str = "chat") -> Endpoint:
+    return Endpoint(url, "", api, "made-up", {}, {})
+
+
+def measure(url: str, *, num: int = 20, targets: SloTargets = CALM, output: int = 3, **options: Any) -> HttpMeasure:
+    source = Source(
+        (WorkClass("requests", 1.0, Ranges((5, 9), (output, output)), targets),),
+        Promise((targets,), 0.01),
+        arrivals="constant",
+    )
+    return HttpMeasure(endpoint(url), source, num, deadline=options.pop("deadline", 5.0))
+
+
+def job(url: str, dues: list[float], *, tokens: int = 2, **options: Any) -> Job:
+    host, port, tls = endpoint(url).address
+    planned = [Planned(endpoint(url).request("one two", tokens), due) for due in dues]
+    return Job(host, port, tls, planned, (0, len(planned)), options.pop("deadline", 5.0), **options)
+
+
+@pytest.mark.slow
+def test_a_stall_is_seen_by_all_who_were_due_in_it(inside: list[Told]) -> None:
+    """Who waits for the stalled answer before it asks again sees one slow request; the schedule sees them all."""
+    with open_endpoint(stall=(0.4, 1.4)) as (url, _):
+        run = measure(url, num=60)(30.0, 0)
+    ttft = np.array([seen.ttft for seen in run.seen], float)
+    assert (ttft > 0.2).sum() >= 20
+    assert figures(run)["ttft_p99_seconds"] > 0.9
+    assert figures(run)["ttft_p50_seconds"] < 0.9
+
+
+def test_requests_leave_when_they_are_due_whatever_the_server_does() -> None:
+    with open_endpoint(first_seconds=0.3) as (url, _):
+        told = run_inside(job(url, [0.0, 0.05, 0.1, 0.15]))
+    assert [answer.due for answer in told.answers] == pytest.approx([0.0, 0.05, 0.1, 0.15], abs=1e-6)
+    assert max(answer.sent for answer in told.answers) < 0.3
+    assert all(answer.first - answer.due > 0.29 for answer in told.answers)
+
+
+@pytest.mark.slow
+def test_a_generator_that_is_late_is_told_and_not_blamed_on_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = (
+        "import time; from app.limit import generator; send = generator.Generator._send\n"
+        "generator.Generator._send = lambda self, index: (time.sleep(0.03), send(self, index))\n"
+        "generator.main()"
+    )
+    monkeypatch.setattr(dispatch, "COMMAND", (sys.executable, "-c", slow))
+    with open_endpoint() as (url, _):
+        run = measure(url, num=5, targets=SloTargets(0.2, None, None))(20.0, 0)
+    assert run.lag_p50 >= 0.03
+    assert not run.is_valid
+    assert figures(run)["holds"] is None
+
+
+def test_percentiles_are_those_of_the_raw_events(inside: list[Told]) -> None:
+    with open_endpoint(first_seconds=0.01, gap_seconds=0.004) as (url, _):
+        figure = figures(measure(url, num=30, output=6)(60.0, 0))
+    counted = inside[0].answers[6:36]
+    raw = {
+        "ttft": [answer.first - answer.due for answer in counted],
+        "itl": [gap for answer in counted for gap in answer.gaps],
+        "e2e": [answer.finished - answer.due for answer in counted],
+    }
+    assert {name: len(values) for name, values in raw.items()} == {"ttft": 30, "itl": 150, "e2e": 30}
+    for name, values in raw.items():
+        for percent in (50, 95, 99):
+            known = np.percentile(values, percent, method="inverted_cdf")
+            assert figure[f"{name}_p{percent}_seconds"] == known
+
+
+def test_a_gap_is_divided_by_the_tokens_of_its_piece() -> None:
+    with open_endpoint(gap_seconds=0.04, pieces_of=4) as (url, _):
+        told = run_inside(job(url, [0.0], tokens=12))
+    (answer,) = told.answers
+    assert (len(answer.gaps), answer.output_tokens) == (2, 12)
+    assert all(gap >= 0.04 for gap in answer.gaps)
+    assert answer.token_gaps == pytest.approx([gap / 4 for gap in answer.gaps])
+
+
+def test_one_piece_a_token_and_an_end_without_text_are_left_as_they_are() -> None:
+    answer = Answer(gaps=[0.1, 0.2], sizes=[1, 9, 1], output_tokens=4)
+    assert answer.token_gaps == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "kind"),
+    [
+        ({"streams": False}, "the answer is not a stream of events"),
+        ({"has_usage": False}, "the stream held no usage"),
+        ({"refused": ("made-up",)}, "HTTP 400"),
+        ({"key": "secret"}, "HTTP 401"),
+        ({"first_seconds": 1.0}, "not finished in time"),
+    ],
+)
+def test_errors_are_counted_by_kind(behaviour: dict[str, Any], kind: str, inside: list[Told]) -> None:
+    with open_endpoint(**behaviour) as (url, _):
+        run = measure(url, num=4, deadline=0.3)(40.0, 0)
+    assert figures(run)["errors_by_kind"] == {kind: 4}
+    assert not run.holds
+
+
+def test_nobody_there_is_an_error_of_its_own_kind() -> None:
+    with open_endpoint() as (url, _):
+        pass
+    told = run_inside(job(url, [0.0]))
+    assert told.answers[0].error.startswith("cannot connect: ")
+
+
+@pytest.mark.slow
+def test_a_run_is_ended_when_it_is_certain_to_be_lost(inside: list[Told]) -> None:
+    with open_endpoint(first_seconds=0.5) as (url, _):
+        begin = time.monotonic()
+        run = measure(url, num=200, targets=SloTargets(0.1, None, None))(20.0, 0)
+    assert run.stopped
+    assert time.monotonic() - begin < 6  # all of it would take 13 s
+    assert run.excess > 10
+    assert not any(seen.error for seen in run.seen)
+
+
+@pytest.mark.slow
+def test_what_a_server_tells_of_itself_is_asked_for_while_requests_run() -> None:
+    text = "relevo:num_requests_running 3\nrelevo:num_requests_waiting 2\nrelevo:max_num_seqs 4\n"
+    with open_endpoint(first_seconds=0.1, metrics=text) as (url, _):
+        scrape = Endpoint(url, "", "chat", "made-up", {}, {}, has_metrics=True).scrape
+        told = run_inside(job(url, [0.0, 1.2], scrape=scrape))
+    assert [text for _, text in told.scrapes] == [text, text]
+    assert told.scrapes[1][0] == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.slow
+def test_hundreds_of_connections_are_open_at_once() -> None:
+    with open_endpoint(first_seconds=0.7) as (url, _):
+        told = run_inside(job(url, [0.0005 * number for number in range(400)], deadline=20))
+    assert not [answer.error for answer in told.answers if answer.error]
+    assert max(answer.sent for answer in told.answers) < min(answer.finished for answer in told.answers)
+
+
+@pytest.mark.slow
+def test_the_process_ends_with_its_standard_input() -> None:
+    with open_endpoint(first_seconds=30) as (url, _):
+        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(job(url, [0.0], deadline=60).as_json()) + "\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline()) == {"ended": 0}
+        process.stdin.close()
+        assert process.wait(10) == 0
+        process.stdout.close()
+
+
+@pytest.mark.slow
+def test_an_interruption_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    real = subprocess.Popen
+
+    def watched(*args: Any, **options: Any) -> Any:
+        process = real(*args, **options)
+        started.append(process.pid)
+        return process
+
+    def interrupt(_ended: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", watched)
+    with open_endpoint(first_seconds=30) as (url, _), pytest.raises(KeyboardInterrupt):
+        run_job(job(url, [0.0], deadline=60), interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)

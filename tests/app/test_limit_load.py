@@ -1,0 +1,196 @@
+"""The requests of a run: lengths from generators, traces, conversations and mixes; arrivals; prompts."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
+
+import pytest
+
+from app.limit.lengths import Fitted, Ranges, Recorded, read_conversations
+from app.limit.load import Source, WorkClass
+from app.limit.mix import read_mix
+from app.limit.options import Options, make_source
+from app.limit.prompts import Spelling
+from app.limit.runs import Promise
+from engine.config import SloTargets
+from engine.errors import ConfigError
+from engine.workload import WorkItem, Workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from app.limit.lengths import Lengths
+
+TARGETS = SloTargets(1.0, None, None)
+
+
+def source(lengths: Lengths | None = None, **options: object) -> Source:
+    lengths = lengths or Ranges((5, 9), (2, 4))
+    return Source((WorkClass("requests", 1.0, lengths, TARGETS),), Promise((TARGETS,), 0.01), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "cv", "spread"), [("constant", 1.0, (0, 0)), ("poisson", 1.0, (0.9, 1.1)), ("gamma", 3.0, (2.5, 3.5))]
+)
+def test_arrivals_have_the_spread_that_was_asked_for_and_the_rate_exactly(
+    arrivals: str, cv: float, spread: tuple[float, float]
+) -> None:
+    load = source(arrivals=arrivals, gap_cv=cv).make(4000, 8.0, 1)
+    assert load.workload.requests_per_second == pytest.approx(8.0)
+    times = [item.arrival_seconds for item in load.workload.items]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert spread[0] - 1e-6 <= pstdev(gaps) / fmean(gaps) <= spread[1] + 1e-6
+
+
+def test_some_are_sent_before_and_after_those_that_count() -> None:
+    load = source().make(100, 8.0, 0)
+    assert load.counted == (20, 120)
+    assert len(load.workload.items) == 130
+
+
+def test_a_trace_keeps_its_own_arrivals_and_begins_elsewhere_under_another_seed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = [
+        f"2023-11-16 18:00:{second:02}.0000000,{100 + second},{10 + second}" for second in (0, 1, 5, 6, 7, 20, 21, 30)
+    ]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    made = make_source(Options(trace=path, targets=TARGETS))
+    assert made.arrivals == "own"
+    load = made.make(1, 2.0, 0)
+    assert [item.num_prompt_tokens for item in load.workload.items] == [100, 101, 105, 106, 107, 120, 121, 130]
+    gaps = [item.arrival_seconds for item in load.workload.items]
+    assert gaps[2] / gaps[1] == pytest.approx(5)  # the pattern is the trace's, the rate is not
+    assert load.workload.requests_per_second == pytest.approx(2.0)
+    assert made.make(2, 2.0, 1).workload.items[0].num_prompt_tokens != 100
+
+
+def test_a_short_trace_is_begun_again_at_its_end() -> None:
+    items = (WorkItem(0.0, 10, 1), WorkItem(3.0, 20, 2))
+    taken = Recorded(Workload("two", items)).take(5, 0)
+    assert [item.num_prompt_tokens for item in taken.items] == [10, 20, 10, 20, 10]
+    assert [item.arrival_seconds for item in taken.items] == [0, 3, 6, 9, 12]
+
+
+def test_lengths_are_divided_and_cut_to_the_context_which_is_counted() -> None:
+    made = source(Fitted("azure-conversation"), max_model_len=512)
+    factor = made.least_factor()
+    assert factor > 1
+    assert made.in_proportion(factor).num_cut()[0] <= 20
+    assert made.num_cut()[0] > 1000
+
+
+def test_conversations_give_the_lengths_of_question_and_answer(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    talk = [
+        {"conversations": [{"from": "human", "value": "x" * 40}, {"from": "gpt", "value": "y" * 80}, {"value": "z"}]},
+        {"conversations": [{"from": "human", "value": "alone"}]},
+        {"other": 1},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a" * 4}]},
+    ]
+    path.write_text(json.dumps(talk))
+    found = read_conversations(path, lambda text: round(len(text) / 4), 100)
+    lengths = [(item.num_prompt_tokens, item.num_output_tokens) for item in found.workload.items]
+    assert lengths == [(10, 20), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '[{"conversations": "no"}]', '[{"conversations": [{"value": 1}]}]']
+)
+def test_a_file_without_conversations_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"talk\.json"):
+        read_conversations(path, len, 100)
+
+
+MIX = """
+[[class]]
+name = "assistant"
+share = 3
+workload = "azure-conversation"
+factor = 8
+ttft_p95_seconds = 1.0
+
+[[class]]
+name = "summaries"
+share = 1
+prompt_tokens = [400, 1200]
+output_tokens = 60
+e2e_p95_seconds = 30
+background = true
+"""
+
+
+def test_a_mix_has_classes_with_shares_lengths_and_targets_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "mix.toml"
+    path.write_text(MIX)
+    made = make_source(Options(mix=path, targets=TARGETS))
+    load = made.make(2000, 4.0, 0)
+    assert load.classes.count(0) / len(load.classes) == pytest.approx(0.75, abs=0.03)
+    assert made.promise.targets == (SloTargets(1.0, None, None), SloTargets(None, None, 30.0))
+    assert [one.is_background for one in made.classes] == [False, True]
+    summaries = [item for item, number in zip(load.workload.items, load.classes, strict=True) if number == 1]
+    assert {item.num_output_tokens for item in summaries} == {60}
+    assert 400 <= min(item.num_prompt_tokens for item in summaries) < 450
+    assert load.workload.max_output_tokens == max(item.num_output_tokens for item in load.workload.items)
+
+
+def test_a_class_without_targets_has_those_of_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "mix.toml"
+    path.write_text('[[class]]\nname = "x"\nshare = 1\nprompt_tokens = 4\noutput_tokens = 2\n')
+    assert read_mix(path, TARGETS)[0].targets == TARGETS
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("nonsense", "not TOML"),
+        ("", "class"),
+        ('[[class]]\nname = "x"\n', "share"),
+        ('[[class]]\nname = "x"\nshare = 1\n', "workload, or prompt_tokens"),
+        ('[[class]]\nname = "x"\nshare = 1\nprompt_tokens = 5\n', "workload, or prompt_tokens"),
+        ('[[class]]\nname = "x"\nshare = 1\nprompt_tokens = [9, 5]\noutput_tokens = 2\n', "no range"),
+        ('[[class]]\nname = "x"\nshare = 1\nworkload = "azure"\n', "azure-conversation"),
+        ('[[class]]\nname = "x"\nshare = 1\nworkload = "mooncake"\nspeed = 1\n', "speed"),
+    ],
+)
+def test_a_mix_that_cannot_be_is_refused_by_name(tmp_path: Path, content: str, said: str) -> None:
+    path = tmp_path / "mix.toml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        read_mix(path, TARGETS)
+
+
+def test_a_mix_has_no_arrivals_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "mix.toml"
+    path.write_text(MIX)
+    with pytest.raises(ConfigError, match="no arrivals"):
+        make_source(Options(mix=path, arrivals="own"))
+
+
+def test_without_a_target_there_is_no_limit() -> None:
+    with pytest.raises(ConfigError, match="--ttft-p95"):
+        make_source(Options(targets=SloTargets(None, None, None)))
+
+
+def test_prompts_have_their_lengths_and_share_nothing_with_another_run() -> None:
+    workload = Workload("two", (WorkItem(0.0, 50, 1), WorkItem(0.0, 50, 1)))
+    spelling = Spelling(tokens_per_word=2.0, extra_tokens=10.0)
+    first, second, again = (
+        spelling.prompt(workload, index, salt).split() for index, salt in ((0, "a"), (1, "a"), (0, "b"))
+    )
+    assert [len(words) for words in (first, second, again)] == [20, 20, 20]
+    assert len({tuple(words[:6]) for words in (first, second, again)}) == 3
+
+
+def test_blocks_of_equal_names_are_equal_texts() -> None:
+    items = (WorkItem(0.0, 30, 1, (1, 2, 3)), WorkItem(0.0, 30, 1, (1, 2, 4)))
+    workload = Workload("two", items, prefix_block_tokens=10)
+    spelling = Spelling(1.0, 0.0)
+    first, second = (spelling.prompt(workload, index, "a").split() for index in (0, 1))
+    assert first[:20] == second[:20]
+    assert first[20:] != second[20:]
+    assert spelling.prompt(workload, 0, "b").split()[:20] != first[:20]

@@ -21,7 +21,7 @@ from engine.errors import ConstraintError
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import SamplingParams
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_server
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, Poison
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -139,18 +139,11 @@ async def test_each_request_that_ended_has_a_line(caplog: pytest.LogCaptureFixtu
 
 async def test_who_leaves_and_what_fails_is_told_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "relevo.requests")
-    fails = False
-
-    def before_step(batch: object) -> None:
-        if fails:
-            raise RuntimeError("broken")
-
-    async with open_server(runner=FakeRunner(256, 4, before_step=before_step), step_seconds=0.01) as server:
+    async with open_server(runner=FakeRunner(256, 4, before_step=Poison()), step_seconds=0.01) as server:
         with trio.move_on_after(0.1):
             await server.client.post(CHAT, json=chat_body(max_tokens=400))
         await server.client.post(CHAT, json=chat_body(max_tokens=400, timeout=0.05))
-        fails = True
-        await server.client.post(CHAT, json=chat_body())
+        await server.client.post(CHAT, json=chat_body("poison"))
         await server.settle()
     ended = [(line["finish_reason"], line["abort_cause"]) for line in told(caplog, "finished")]
     assert ended == [("abort", "client"), ("abort", "timeout"), ("error", None)]

@@ -52,7 +52,7 @@ def test_every_flag_in_the_readme_exists(capsys: pytest.CaptureFixture[str]) -> 
         known += capsys.readouterr().out
     # Flags of other programs are named where a container is made and run.
     own = re.sub(r"```dockerfile.*?```|^docker .*?```", "", README, flags=re.DOTALL | re.MULTILINE)
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", own)):
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", own)):
         assert flag in known.split() or re.search(rf"{flag}\b", known), flag
 
 

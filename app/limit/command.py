@@ -80,12 +80,12 @@ class Looking:
         closed = self._measure(first, 1).closed(
             streams, min(MAX_CLOSED_REQUESTS, 50 * streams), CLOSED_SHARE * options.duration, options.seed
         )
-        self._check_works(closed)
+        self._check_works(closed, streams)
         factor, num_counted = self._choose(first, closed.rate)
         capacity = closed.rate * factor / first
         measure = self._measure(factor, num_counted)
         single = measure.closed(1, SINGLE_REQUESTS, SINGLE_SHARE * options.duration, options.seed)
-        self._check_works(single)
+        self._check_works(single, 1)
         runs: list[Run] = []
         if not _is_hopeless(single):
             runs = search(measure, FIRST_SHARE * capacity, options.seeds, afford=partial(self._affords, num_counted))
@@ -140,12 +140,12 @@ class Looking:
                 f"{self._endpoint.context} tokens; --factor {fitting:g} makes nearly all of them fit."
             )
 
-    def _check_works(self, run: Run) -> None:
-        """Refuse a server that fails the requests of a closed loop, where nobody asks for more than it gives."""
+    def _check_works(self, run: Run, streams: int) -> None:
+        """Refuse a server that fails the requests of a closed loop, in which nobody asks before the last answer."""
         errors = [seen.error for seen in run.seen if seen.error]
         if len(errors) > self._options.max_error_share * len(run.seen):
             said = f"{len(errors)} of {numbers.plural(len(run.seen), 'request')} failed"
-            raise EndpointError(f"{self._endpoint.url}: {said} ({errors[0]}) while nobody else asked for anything.")
+            raise EndpointError(f"{self._endpoint.url}: {said} ({errors[0]}) with {streams} at once.")
         if not run.finished:
             raise EndpointError(
                 f"{self._endpoint.url} finished no request in {CLOSED_SHARE * self._options.duration:.0f} s; "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +65,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
 
 
 def _is_ready(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(url + "/readyz", timeout=POLL_SECONDS * 10) as answer:  # noqa: S310
+        with opener.open(url + "/readyz", timeout=10 * POLL_SECONDS) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -124,9 +124,10 @@ def _latencies(seen: Sequence[Seen]) -> dict[str, float | None]:
 
 def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, Any]:
     _, high = edge(runs)
-    holding = [run for run in runs if run.is_valid and run.holds and run.rate <= found.estimate * 1.0001]
-    best = max(holding, key=lambda run: run.rate)
+    below = [run for run in runs if run.is_valid and run.rate <= found.estimate * 1.0001]
+    best = max(below, key=lambda run: (run.holds, run.rate))
     beyond = [run for run in runs if run.rate == high]
+    bound = _bound(beyond or [best])
     known = figures(best)
     price, think = options.price_per_hour, options.think_time
     speed = known["output_tokens_per_second"]
@@ -135,10 +136,10 @@ def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, 
         "requests_per_second": found.estimate,
         "low": found.low,
         "high": found.high,
-        "is_at_least": high is None,
+        "is_at_least": high is None or bound == GENERATOR,
         "goodput": known["goodput"],
         "output_tokens_per_second": speed,
-        "bound_by": _bound(beyond or [best]),
+        "bound_by": bound,
         "broken_promise": _broken(beyond),
         # A user is one request in so many seconds: the wait for the whole answer, and the time to think.
         "users": found.estimate * (stay + think) if think is not None else None,
@@ -198,11 +199,11 @@ def _remarks(result: Mapping[str, Any], runs: Sequence[Run]) -> list[str]:
             )
     late = [run for run in runs if not run.is_valid]
     if late:
-        rates = ", ".join(sorted({f"{run.rate:.3g}" for run in late}))
+        rates = ", ".join(dict.fromkeys(f"{run.rate:.3g}" for run in late))
         remarks.append(f"At {rates} requests/s the generator itself was late; these runs say nothing of the server.")
     if any(run.stopped for run in runs):
         remarks.append("Runs that were certain to be lost were ended: their percentiles are of what had come by then.")
-    if result["limit"] and result["limit"]["is_at_least"]:
+    if result["limit"] and result["limit"]["is_at_least"] and not late:
         remarks.append("The targets held at every rate that was tried: the limit is at least this.")
     if result["workload"]["shortened"]:
         remarks.append("Requests that did not fit into the context were cut to it.")

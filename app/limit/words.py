@@ -25,6 +25,7 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
         *([""] if result["curve"] else []),
         *limit_lines(result),
         *_single_line(result),
+        *_generator_line(result),
         *result["remarks"],
     ]
 
@@ -59,13 +60,14 @@ def table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     header = ["requests/s"]
     for name in LATENCIES.values():
         header += [f"{name} p50", "p95", "p99"]
-    header += ["goodput", "waiting", "preempted", "tokens/s", "errors", "holds"]
+    header += ["answers", "goodput", "waiting", "preempted", "tokens/s", "errors", "holds"]
     rows = [header]
     for run in curve:
         rows.append(
             [
                 per_second(run["rate"]),
                 *_latency_cells(run, run["requests"]),
+                numbers.count(run["requests"]),
                 f"{run['goodput']:.2f}",
                 f"{run['waiting']:.1f}",
                 numbers.count(run["preemptions"]),
@@ -152,3 +154,17 @@ def _single_line(result: Mapping[str, Any]) -> list[str]:
         for name in LATENCIES
     ]
     return [f"One user alone: {', '.join(cells)}, of {numbers.plural(single['requests'], 'request')}."]
+
+
+def _generator_line(result: Mapping[str, Any]) -> list[str]:
+    """How late the process that sends was itself, and what it took of the machine."""
+    curve = [run for run in result["curve"] if run["generator_cpu_share"] is not None]
+    if not curve:
+        return []
+    usual = sorted(run["dispatch_lag_p50_seconds"] for run in curve)[len(curve) // 2]
+    latest = max(run["dispatch_lag_p99_seconds"] for run in curve)
+    share = max(run["generator_cpu_share"] for run in curve)
+    return [
+        f"Requests were sent {numbers.seconds(usual)} late (median), {numbers.seconds(latest)} at most (p99), "
+        f"by a process that took {numbers.percent(share)} of a core at most."
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @dataclass
@@ -128,14 +130,22 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def open_endpoint(**behaviour: Any) -> Iterator[tuple[str, Behaviour]]:
-    """A server on a free port: its URL, and its behaviour, which can be changed."""
+def open_endpoint(*, certificate: Path | None = None, **behaviour: Any) -> Iterator[tuple[str, Behaviour]]:
+    """A server on a free port: its URL, and its behaviour, which can be changed.
+
+    Args:
+        certificate: a file with a certificate and its key; with it the server speaks TLS.
+    """
     with Server(("127.0.0.1", 0), Handler) as server:
         server.behaviour = Behaviour(**behaviour)
+        if certificate is not None:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(certificate)
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}", server.behaviour
+            yield f"http{'s' if certificate else ''}://127.0.0.1:{server.server_port}", server.behaviour
         finally:
             server.shutdown()
             thread.join()

@@ -17,10 +17,13 @@ import pytest
 from app.limit.against import against_lines
 from app.limit.command import Looking
 from app.limit.endpoint import EndpointError, find_endpoint
+from app.limit.lengths import Ranges
+from app.limit.load import Source, WorkClass
 from app.limit.options import Options, make_source
 from app.limit.own_server import open_own_server
+from app.limit.runs import Promise, Run, Seen
 from app.limit.scrapes import Observed, bound_by, observe
-from app.limit.summary import summarize
+from app.limit.summary import Outcome, summarize
 from app.limit.words import lines_of, per_second
 from engine.config import SloTargets
 from tests.app.endpoints import open_endpoint
@@ -173,6 +176,31 @@ def test_where_no_rate_holds_there_is_no_limit_and_it_is_said_why(run: Any, tmp_
     assert result["limit"] is None
     assert "hold at no rate" in result["why"]
     assert f"No limit: {result['why']}" in out
+
+
+def test_each_class_of_work_is_held_to_its_own_targets() -> None:
+    quick, patient = SloTargets(1.0, None, None), SloTargets(None, None, 30.0)
+    lengths = Ranges((5, 5), (2, 2))
+    classes = (WorkClass("assistant", 3, lengths, quick), WorkClass("summaries", 1, lengths, patient))
+    promise = Promise((quick, patient), 0.01)
+
+    def run_at(rate: float, ttft: float, e2e: float) -> Run:
+        seen = [
+            Seen(place / rate, 0.0, e2e, ttft, e2e, 5, 2, 1, 0, (0.1,), work_class=place % 2) for place in range(400)
+        ]
+        return Run(rate, 0, promise, tuple(seen), cpu_share=0.25)
+
+    # The summaries' first tokens may come late, and the assistant's last ones.
+    runs = [run_at(1.0, 0.5, 20.0), run_at(2.0, 0.9, 31.0), run_at(3.0, 1.5, 20.0)]
+    assert [run.holds for run in runs] == [True, False, False]
+    assert runs[1].excesses()["ttft of class 1"] == 0
+    assert runs[1].excesses()["e2e of class 2"] == runs[2].excesses()["ttft of class 1"] == 20
+    outcome = Outcome({"model": "made up"}, Source(classes, promise), None, 3.0, runs[:2], 1.0)
+    lines = lines_of(summarize(outcome, Options(targets=quick)))
+    assert "Targets of summaries (share 1): 95 % of the whole answer within 30 s" in lines
+    assert any("bound by unknown" in line and "beyond it the whole answer of class 2 is late" in line for line in lines)
+    assert any(line.split()[:3] == ["2.00", "summaries", "900"] for line in lines)
+    assert any("by a process that took 25" in line for line in lines)
 
 
 def test_results_of_other_targets_are_said_to_be_of_another_thing() -> None:

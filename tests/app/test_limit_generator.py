@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from tests.app.endpoints import open_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 CALM = SloTargets(5.0, 5.0, None)
 
@@ -191,6 +193,29 @@ def test_hundreds_of_connections_are_open_at_once() -> None:
         told = run_inside(job(url, [0.0005 * number for number in range(400)], deadline=20))
     assert not [answer.error for answer in told.answers if answer.error]
     assert max(answer.sent for answer in told.answers) < min(answer.finished for answer in told.answers)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate for this machine's own address, signed by itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    path = tmp_path / "certificate.pem"
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    words = ["openssl", "req", "-x509", *kind, *names, "-keyout", path, "-out", tmp_path / "public.pem"]
+    subprocess.run(words, check=True, capture_output=True)
+    path.write_text(path.read_text() + (tmp_path / "public.pem").read_text())
+    return path
+
+
+def test_https_is_spoken_where_the_certificate_is_trusted(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_endpoint(certificate=certificate) as (url, _):
+        assert run_inside(job(url, [0.0])).answers[0].error.startswith("cannot connect: ")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate.parent / "public.pem"))
+        told = run_inside(job(url, [0.0, 0.0]))
+    assert [answer.error for answer in told.answers] == ["", ""]
+    assert [answer.output_tokens for answer in told.answers] == [2, 2]
 
 
 @pytest.mark.slow

@@ -60,10 +60,10 @@ def admin_blueprint(context: Context) -> Blueprint:
 
     @admin.get("/admin/audit")
     async def audit() -> Response:
-        entries = context.journal.audit.entries
+        entries, followed = context.journal.audit.entries, context.effects.followed
 
         def make() -> list[dict[str, Any]]:
-            told = tell_effects(entries, context.effects)
+            told = tell_effects(entries, followed)
             return [entry.as_json() | {"effect": effect} for entry, effect in zip(entries, told, strict=True)]
 
         return await context.drawing.json(make)
@@ -86,7 +86,7 @@ class TuningPage:
             variables: of the template: `typed`, `error`, `meanwhile`, `preview`.
         """
         context, live = self._context, self._context.live
-        config, entries = live.view(), context.journal.audit.entries
+        config, entries, followed = live.view(), context.journal.audit.entries, context.effects.followed
         now, limits = look(context.engine.snapshot()), context.engine.limits
         shown: dict[str, Any] = {
             "page": "admin",
@@ -103,15 +103,17 @@ class TuningPage:
         } | variables
 
         def make() -> dict[str, Any]:
-            return admin_variables(config, limits, now) | self._history(config, entries) | shown
+            return admin_variables(config, limits, now) | self._history(config, entries, followed) | shown
 
         return await context.drawing.page(self._template, make, status)
 
-    def _history(self, config: Mapping[str, Any], entries: Sequence[AuditEntry]) -> dict[str, Any]:
+    def _history(
+        self, config: Mapping[str, Any], entries: Sequence[AuditEntry], followed: Mapping[str, float | None]
+    ) -> dict[str, Any]:
         """The changes that the page lists, with what came of each; made on a thread."""
         shown = entries[-MAX_ROWS:]
         rows = list_history(config["effective"], config["generation"], shown)
-        for row, told in zip(rows, reversed(tell_effects(shown, self._context.effects)), strict=False):
+        for row, told in zip(rows, reversed(tell_effects(shown, followed)), strict=False):
             row["effect"] = effect_view(told)
         return {
             "history": rows if len(shown) == len(entries) else rows[:-1],

@@ -69,13 +69,13 @@ class EffectWatch:
         self._followed: dict[str, float | None] = {}
         self._send, self._begun = trio.open_memory_channel[_Begun](MAX_FOLLOWED)
 
-    def follows(self, entry_id: str) -> bool:
-        """Whether more will be known of a change."""
-        return entry_id in self._followed
+    @property
+    def followed(self) -> dict[str, float | None]:
+        """The changes of which more will be known, by the ids of their entries: a copy, which any thread may read.
 
-    def holds_since(self, entry_id: str) -> float | None:
-        """When one that is followed began to hold, in seconds since the epoch; `None` while it waits."""
-        return self._followed[entry_id]
+        To each belongs when it began to hold, in seconds since the epoch; `None` while it waits.
+        """
+        return dict(self._followed)
 
     def begin(self, entry_id: str) -> None:
         """A change was made just now; one of policy may still wait for those who run, and is measured when it holds."""
@@ -94,6 +94,12 @@ class EffectWatch:
                 nursery.start_soon(partial(self._follow, begun))
 
     async def _follow(self, begun: _Begun) -> None:
+        try:
+            await self._measure(begun)
+        finally:
+            del self._followed[begun.entry_id]
+
+    async def _measure(self, begun: _Begun) -> None:
         while self._engine.is_switching:  # noqa: ASYNC110 - the engine tells nobody when that is over
             await trio.sleep(LOOK_SECONDS)
         at, self._followed[begun.entry_id] = trio.current_time(), self._journal.wall()
@@ -105,7 +111,6 @@ class EffectWatch:
                 "after": make_side(self._engine.experience(window), self._journal.recent(window)),
             }
             self._journal.audit.mark_effect(begun.entry_id, effect)
-        del self._followed[begun.entry_id]
 
 
 def make_side(experience: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
@@ -138,11 +143,12 @@ def make_side(experience: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, A
     }
 
 
-def tell_effects(entries: Sequence[AuditEntry], watch: EffectWatch | None) -> list[dict[str, Any] | None]:
+def tell_effects(entries: Sequence[AuditEntry], followed: Mapping[str, float | None]) -> list[dict[str, Any] | None]:
     """The object `effect` of each entry of `GET /admin/audit`; `None` where no setting was changed.
 
     Args:
         entries: oldest first.
+        followed: `EffectWatch.followed`.
 
     Returns:
         `state` is `switching` (it waits for those who run), `early` (nothing is measured yet, but will be `at`),
@@ -150,21 +156,23 @@ def tell_effects(entries: Sequence[AuditEntry], watch: EffectWatch | None) -> li
         `others` are changes within the same time.
     """
     times = [datetime.fromisoformat(entry.time).timestamp() for entry in entries]
-    return [_tell(index, entries, times, watch) if entries[index].changes else None for index in range(len(entries))]
+    return [_tell(index, entries, times, followed) if entries[index].changes else None for index in range(len(entries))]
 
 
 def _tell(
-    index: int, entries: Sequence[AuditEntry], times: Sequence[float], watch: EffectWatch | None
+    index: int, entries: Sequence[AuditEntry], times: Sequence[float], followed: Mapping[str, float | None]
 ) -> dict[str, Any]:
     entry = entries[index]
-    goes_on = watch is not None and watch.follows(entry.entry_id)
-    since = watch.holds_since(entry.entry_id) if watch is not None and goes_on else None
+    since = followed.get(entry.entry_id)
     told: dict[str, Any] = dict(entry.effect or {"window_seconds": WINDOWS[0], "before": None, "after": None})
     window = told["window_seconds"]
-    if entry.effect is None:
-        told["state"], due = ("switching" if since is None else "early") if goes_on else "unknown", WINDOWS[0]
+    if entry.effect is not None:
+        told["state"] = "complete" if window == WINDOWS[-1] else "minute"
+    elif entry.entry_id in followed:
+        told["state"] = "switching" if since is None else "early"
     else:
-        told["state"], due = "complete" if window == WINDOWS[-1] else "minute", WINDOWS[-1]
+        told["state"] = "unknown"
+    due = WINDOWS[0] if entry.effect is None else WINDOWS[-1]
     told["at"] = None if since is None else timestamp(since + due)
     near = [*range(max(0, index - MAX_OTHERS), index), *range(index + 1, min(len(entries), index + 1 + MAX_OTHERS))]
     told["others"] = [

@@ -169,20 +169,17 @@ class LiveConfig:
 
     async def run(self) -> None:
         """Make the changes that were ordered, and revert temporary ones when their time has come, for ever."""
-        async with trio.open_nursery() as nursery:
-            if self._effects is not None:
-                nursery.start_soon(self._effects.run)
-            if not self._has_resumed:
-                self._has_resumed = True
-                await self._resume()
-            while True:
-                due = min((revert.at for revert in self._reverts.values()), default=math.inf)
-                with trio.move_on_at(due) as scope:
-                    order = await self._orders.receive()
-                if scope.cancelled_caught:
-                    await self._revert()
-                else:
-                    await self._make(order)
+        if not self._has_resumed:
+            self._has_resumed = True
+            await self._resume()
+        while True:
+            due = min((revert.at for revert in self._reverts.values()), default=math.inf)
+            with trio.move_on_at(due) as scope:
+                order = await self._orders.receive()
+            if scope.cancelled_caught:
+                await self._revert()
+            else:
+                await self._make(order)
 
     async def _make(self, order: _Order) -> None:
         try:

@@ -64,6 +64,7 @@ async def serve_engine(
         nursery.start_soon(lifecycle.lag.run)
         services: dict[str, Callable[[], Awaitable[None]]] = {
             "live_config": context.live.run,
+            "effects": context.effects.run,
             "keys": context.keys.run,
             "journal": context.journal.run,
             "refusals": context.refusals.run,

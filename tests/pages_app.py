@@ -102,7 +102,7 @@ async def serve(state: str, port: int, clock: MockClock) -> None:
         ):
             journal.wall = lambda: began + trio.current_time()
             context = make_context(settings, engine, Lifecycle(), keys, journal)
-            for task in (Crowd(engine, state).run, context.telemetry.run, context.live.run):
+            for task in (Crowd(engine, state).run, context.telemetry.run, context.live.run, context.effects.run):
                 nursery.start_soon(task)
             clock.autojump_threshold = 0
             await trio.sleep(WARM_SECONDS)

@@ -88,6 +88,7 @@ async def open_server(
     async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
         context = make_context(settings or make_settings(), engine, Lifecycle(), keys, journal, tracing)
         nursery.start_soon(context.live.run)
+        nursery.start_soon(context.effects.run)
         nursery.start_soon(context.keys.run)
         with open_listening_socket(host, 0) as listener:
             await nursery.start(run_http, context, listener)
@@ -155,5 +156,6 @@ async def open_app(
     async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
         context = make_context(settings or make_settings(), engine, Lifecycle())
         nursery.start_soon(context.live.run)
+        nursery.start_soon(context.effects.run)
         yield create_app(context), context
         nursery.cancel_scope.cancel()

@@ -39,6 +39,7 @@ async def open_watched(**limits: Any) -> AsyncIterator[tuple[Engine, LiveConfig,
         watch = EffectWatch(engine, journal)
         live = LiveConfig(engine, journal.audit, watch)
         nursery.start_soon(live.run)
+        nursery.start_soon(watch.run)
         nursery.start_soon(Telemetry(engine, journal=journal).run)
         yield engine, live, watch, journal
         nursery.cancel_scope.cancel()
@@ -60,7 +61,7 @@ async def read_all(handle: Handle) -> None:
 
 
 def told(journal: Journal, watch: EffectWatch) -> list[Any]:
-    return tell_effects(journal.audit.entries, watch)
+    return tell_effects(journal.audit.entries, watch.followed)
 
 
 async def test_a_change_is_told_after_a_minute_and_for_good_after_five(autojump_clock: object) -> None:
@@ -94,7 +95,7 @@ async def test_a_change_is_told_after_a_minute_and_for_good_after_five(autojump_
         assert (whole["state"], whole["window_seconds"], whole["at"]) == ("complete", 300, None)
         assert whole["before"]["ttft"]["count"] == pytest.approx(60, abs=3)
         assert whole["after"]["ttft"]["count"] == pytest.approx(110, abs=12)
-        assert not watch.follows(journal.audit.entries[0].entry_id)
+        assert not watch.followed
         assert [event.kind for event in journal.events] == ["config"], "what came of it is no change of its own"
         nursery.cancel_scope.cancel()
 
@@ -153,6 +154,24 @@ async def test_no_more_are_followed_than_may_be(autojump_clock: object) -> None:
         assert told(journal, watch)[-1]["state"] == "early"
 
 
+async def test_a_watch_that_has_failed_takes_up_later_changes_again(autojump_clock: object) -> None:
+    """What it followed when it failed is lost, which is said; it is not waited for for ever."""
+    async with open_fake_engine(fake_config()) as engine:
+        journal = Journal(wall=trio.current_time)
+        watch = EffectWatch(engine, journal)
+        for index in range(MAX_FOLLOWED):
+            journal.audit.add(entry(index, 0))
+            watch.begin(journal.audit.entries[-1].entry_id)
+        with trio.move_on_after(5):
+            await watch.run()
+        assert {effect["state"] for effect in told(journal, watch)} == {"unknown"}
+        journal.audit.add(entry(MAX_FOLLOWED, 0))
+        watch.begin(journal.audit.entries[-1].entry_id)
+        with trio.move_on_after(301):
+            await watch.run()
+        assert told(journal, watch)[-1]["state"] == "complete"
+
+
 def entry(generation: int, at: float, effect: dict[str, Any] | None = None) -> AuditEntry:
     return AuditEntry(generation, timestamp(T0 + at), "me", {"max_num_seqs": (1, generation)}, effect=effect)
 
@@ -176,11 +195,11 @@ def test_other_changes_within_the_window_are_named_and_bounded() -> None:
         entry(4, 161),
         AuditEntry(4, timestamp(T0 + 101), "me", {}),
     ]
-    effects = tell_effects(entries, None)
+    effects = tell_effects(entries, {})
     assert effects[1] is not None
     assert [other["generation"] for other in effects[1]["others"]] == [3]
     assert effects[4] is None
-    crowd = tell_effects([entry(number, 0) for number in range(1000)], None)
+    crowd = tell_effects([entry(number, 0) for number in range(1000)], {})
     assert all(effect is not None and len(effect["others"]) <= 2 * MAX_OTHERS for effect in crowd)
 
 
@@ -203,7 +222,7 @@ async def test_what_came_of_a_change_outlives_the_process(tmp_path: Path) -> Non
         (known,) = journal.audit.entries
         assert known.effect == effect
         assert [event.kind for event in journal.events].count("config") == 1
-        (again,) = tell_effects(journal.audit.entries, None)
+        (again,) = tell_effects(journal.audit.entries, {})
         assert again is not None
         assert again["state"] == "complete"
 

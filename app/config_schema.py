@@ -236,7 +236,7 @@ class SloSection(Section):
     ttft_p95_seconds: float | None = _setting(
         2.0,
         "seconds",
-        "95 % of first tokens come within it; about how long a person waits calmly",
+        "95 % of first tokens come within it; about how long a person waits calmly; live",
         absent="none",
         gt=0,
         le=3600,
@@ -244,7 +244,7 @@ class SloSection(Section):
     itl_p95_seconds: float | None = _setting(
         0.25,
         "seconds",
-        "95 % of gaps between tokens; four tokens a second is reading speed",
+        "95 % of gaps between tokens; four tokens a second is reading speed; live",
         absent="none",
         gt=0,
         le=3600,
@@ -252,7 +252,7 @@ class SloSection(Section):
     e2e_p95_seconds: float | None = _setting(
         None,
         "seconds",
-        "95 % of whole answers; none, because it depends on their length",
+        "95 % of whole answers; none, because it depends on their length; live",
         absent="none",
         gt=0,
         le=86400,
@@ -265,7 +265,7 @@ class SloBackgroundSection(Section):
     ttft_p95_seconds: float | None = _setting(
         None,
         "seconds",
-        "95 % of first tokens of background work; none, because it waits for the interactive",
+        "95 % of first tokens of background work; none, because it waits for the interactive; live",
         absent="none",
         gt=0,
         le=86400,
@@ -273,7 +273,7 @@ class SloBackgroundSection(Section):
     itl_p95_seconds: float | None = _setting(
         None,
         "seconds",
-        "95 % of gaps between tokens of background work; none, because nobody watches it come",
+        "95 % of gaps between tokens of background work; none, because nobody watches it come; live",
         absent="none",
         gt=0,
         le=86400,
@@ -281,7 +281,7 @@ class SloBackgroundSection(Section):
     e2e_p95_seconds: float | None = _setting(
         None,
         "seconds",
-        "95 % of whole answers of background work; to be set where results are due at some time",
+        "95 % of whole answers of background work; to be set where results are due at some time; live",
         absent="none",
         gt=0,
         le=86400,

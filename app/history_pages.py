@@ -13,7 +13,6 @@ from quart import Blueprint, Response, request
 from app.api.aside import dump_in_pieces
 from app.errors import ApiError
 from app.journal.reading import Question, choose_step
-from app.journal.rows import LATENCIES
 from app.journal.series import csv_head, csv_lines, make_series
 from app.journal.store import KEPT_ROWS, MINUTE, SECOND
 from app.render.history import history_variables
@@ -65,7 +64,7 @@ def history_blueprint(context: Context) -> Blueprint:
     """The routes, bound to `context`."""
     pages = Blueprint("history", __name__)
     template = make_environment().get_template("history.html")
-    journal, targets = context.journal, context.engine.config.slo
+    journal = context.journal
 
     @pages.get("/ops/history")
     async def show() -> Response:
@@ -88,7 +87,7 @@ def history_blueprint(context: Context) -> Blueprint:
             "to": span.end,
             "kept_seconds": {"seconds": KEPT_ROWS[SECOND] * SECOND, "minutes": KEPT_ROWS[MINUTE] * MINUTE},
             "problem": journal.problem,
-            "targets": {f"{name}_p95_seconds": asdict(targets)[f"{name}_p95_seconds"] for name in LATENCIES},
+            "targets": asdict(context.engine.limits.slo),
             "events": [event.as_json() for event in events],
         }
         question = Question(span.start, span.end, points)

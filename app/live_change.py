@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from app.api.errors import ApiError
 from app.config import keys
 from engine.batching import POLICIES
-from engine.config import SWITCHES, live_range
+from engine.config import MAX_TARGETS, SWITCHES, live_range
 from engine.policy import ADMISSIONS
 
 if TYPE_CHECKING:
@@ -36,12 +36,17 @@ KEYS: Final = (
     "max_waiting_tokens",
     "slo_admission",
     "enable_prefix_caching",
+    *MAX_TARGETS,
     "draining",
 )
-# The words for 0, which files and flags take for these settings.
-ABSENT: Final = {
-    key.name: key.absent for key in keys() if key.section == "scheduler" and key.name in KEYS and key.absent
+# What files call these settings.
+SOURCES: Final = {
+    ("background_" if key.section == "slo.background" else "") + key.name: key
+    for key in keys()
+    if key.section in ("scheduler", "slo", "slo.background")
 }
+# The words for 0, which files and flags take for these settings.
+ABSENT: Final = {name: key.absent for name, key in SOURCES.items() if name in KEYS and key.absent}
 # What a change goes back to with one word.
 RESTORES: Final = ("previous", "start")
 # No setting, but a deed: written down as the number of blocks that were cached.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from app.live_change import FLUSH
 from app.render import numbers
+from engine.config import MAX_TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,6 +111,8 @@ def _words(name: str, old: Value, new: Value, after: Mapping[str, Any], now: Sit
             return "Holds for who comes from now on." if new else "Nobody is refused any more for coming too late."
         case "enable_prefix_caching":
             return _cache_words(on=bool(new), now=now)
+        case _ if name in MAX_TARGETS:
+            return "Who ends from now on is judged by it." if new else "From now on nothing is promised."
         case _:
             return drain_words(now) if new else "New requests are taken again."
 

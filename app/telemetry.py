@@ -254,7 +254,6 @@ class Telemetry:
             history=self.histories[seconds],
             course=partial(self.engine.course, seconds),
             palette=self.palette,
-            targets=self.engine.config.slo,
             ready=health.ready,
             reason=health.reason,
             model=model.name,

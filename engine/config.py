@@ -37,6 +37,8 @@ class Limits:
         slo_admission: who would have its first token too late is refused at once.
         enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
         draining: nothing new is taken; what is inside goes on.
+        ttft_p95_seconds, itl_p95_seconds, e2e_p95_seconds: what interactive work is promised; 0 is nothing.
+        background_ttft_p95_seconds, background_itl_p95_seconds, background_e2e_p95_seconds: what background work is.
     """
 
     max_num_seqs: int
@@ -53,6 +55,26 @@ class Limits:
     slo_admission: bool = False
     enable_prefix_caching: bool = True
     draining: bool = False
+    ttft_p95_seconds: float = 0.0
+    itl_p95_seconds: float = 0.0
+    e2e_p95_seconds: float = 0.0
+    background_ttft_p95_seconds: float = 0.0
+    background_itl_p95_seconds: float = 0.0
+    background_e2e_p95_seconds: float = 0.0
+
+    @property
+    def slo(self) -> SloTargets:
+        """What interactive work is promised."""
+        return SloTargets(self.ttft_p95_seconds or None, self.itl_p95_seconds or None, self.e2e_p95_seconds or None)
+
+    @property
+    def slo_background(self) -> SloTargets:
+        """What background work is promised."""
+        return SloTargets(
+            self.background_ttft_p95_seconds or None,
+            self.background_itl_p95_seconds or None,
+            self.background_e2e_p95_seconds or None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +147,12 @@ class EngineConfig:
             max_waiting_tokens=self.max_waiting_tokens,
             slo_admission=self.slo_admission,
             enable_prefix_caching=self.enable_prefix_caching,
+            ttft_p95_seconds=self.slo.ttft_p95_seconds or 0.0,
+            itl_p95_seconds=self.slo.itl_p95_seconds or 0.0,
+            e2e_p95_seconds=self.slo.e2e_p95_seconds or 0.0,
+            background_ttft_p95_seconds=self.slo_background.ttft_p95_seconds or 0.0,
+            background_itl_p95_seconds=self.slo_background.itl_p95_seconds or 0.0,
+            background_e2e_p95_seconds=self.slo_background.e2e_p95_seconds or 0.0,
         )
 
     @property
@@ -137,6 +165,15 @@ MAX_QUEUE_DELAY_SECONDS = 3600.0
 MAX_SPECULATIVE_TOKENS = 16
 MAX_WAITING = 1 << 20
 MAX_WAITING_TOKENS = 1 << 30
+# What `SloTargets` of a class of work may be, by the name in `Limits`; 0 promises nothing.
+MAX_TARGETS: Final = {
+    "ttft_p95_seconds": 3600.0,
+    "itl_p95_seconds": 3600.0,
+    "e2e_p95_seconds": 86_400.0,
+    "background_ttft_p95_seconds": 86_400.0,
+    "background_itl_p95_seconds": 86_400.0,
+    "background_e2e_p95_seconds": 86_400.0,
+}
 # Fields of `Limits` that are on or off.
 SWITCHES = ("slo_admission", "enable_prefix_caching", "draining")
 
@@ -164,4 +201,6 @@ def live_range(name: str, capacity: Limits) -> tuple[int, float]:
             return 1, MAX_WAITING
         case "max_waiting_tokens":
             return 1, MAX_WAITING_TOKENS
+        case _ if name in MAX_TARGETS:
+            return 0, MAX_TARGETS[name]
     raise ValueError(f"{name} cannot be changed while running")

@@ -299,6 +299,7 @@ class Scheduling:
         limits = replace(limits, generation=limits.generation + 1, **changes)
         self.scheduler.set_limits(limits)
         self.scheduler.kv_cache.enable_prefix_caching = limits.enable_prefix_caching
+        self._stats.promise(limits.slo, limits.slo_background)
         if flush:
             self.scheduler.kv_cache.flush(self.scheduler.running)
 

@@ -253,6 +253,10 @@ class Stats:
     def __post_init__(self, slo: SloTargets, slo_background: SloTargets) -> None:
         self.interactive, self.background = ClassStats(slo), ClassStats(slo_background)
 
+    def promise(self, slo: SloTargets, slo_background: SloTargets) -> None:
+        """From now on these are the targets. Who has ended was judged by those that held then."""
+        self.interactive.slo, self.background.slo = slo, slo_background
+
     def of(self, times: RequestTimes) -> ClassStats:
         """The class of work that a request belongs to."""
         return self.background if times.background else self.interactive

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from app.history import History
     from app.render.palette import Palette
-    from engine.config import SloTargets
     from engine.experience import Course
 
 
@@ -42,7 +41,6 @@ class Scene:
     history: History
     course: Callable[[], Course]
     palette: Palette
-    targets: SloTargets
     ready: bool
     reason: str | None
     model: str
@@ -56,6 +54,5 @@ class Scene:
     @property
     def promises(self) -> dict[str, Promise]:
         """The promised p95 of each latency that has one."""
-        targets = self.targets
-        given = {"ttft": targets.ttft_p95_seconds, "itl": targets.itl_p95_seconds, "e2e": targets.e2e_p95_seconds}
+        given = {name.removesuffix("_p95_seconds"): value for name, value in self.snapshot["slo"]["targets"].items()}
         return {name: Promise(value) for name, value in given.items() if value is not None}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from app.config import keys
-from app.live_change import ABSENT, CHOICES, KEYS
+from app.live_change import ABSENT, CHOICES, KEYS, SOURCES
 from app.live_config import STATE
 from app.preview import drain_words, flush_words, now_words
 from app.render import numbers, words
+from engine.config import MAX_TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +33,13 @@ EFFECTS: Final = {
     "max_waiting_tokens": "The same by the length of what waits. A prompt alone is never too long for it.",
     "slo_admission": "On: who would have its first token after its own timeout, or the target of its class, is refused "
     "at once, with what was expected. Off: it waits.",
+    "ttft_p95_seconds": "95 % of first tokens are to come within it; 0 promises nothing. All pages and metrics measure "
+    "by it at once; a request is judged by what holds when it ends.",
+    "itl_p95_seconds": "The same of the gaps between tokens.",
+    "e2e_p95_seconds": "The same of whole answers.",
+    "background_ttft_p95_seconds": "The same of background work: first tokens.",
+    "background_itl_p95_seconds": "The same of background work: gaps between tokens.",
+    "background_e2e_p95_seconds": "The same of background work: whole answers.",
     "enable_prefix_caching": "On: what prompts begin with alike is computed once. Off: each is read from its start.",
 }
 RARE: Final = (
@@ -40,8 +47,10 @@ RARE: Final = (
     "dynamic_preferred_size",
     "dynamic_max_queue_delay_seconds",
     "num_speculative_tokens",
+    "background_ttft_p95_seconds",
+    "background_itl_p95_seconds",
+    "background_e2e_p95_seconds",
 )
-UNITS: Final = {key.name: key.unit for key in keys() if key.name in KEYS}
 # A slider with more values than pixels helps nobody.
 MAX_SLIDER: Final = 8192
 MAX_ROWS: Final = 50
@@ -87,9 +96,9 @@ def _field(key: str, value: Any, config: Mapping[str, Any], now: str) -> dict[st
         "choices": [(form_text(choice), numbers.setting(choice)) for choice in choices],
         "least": least,
         "most": int(most),
-        "slider": not choices and most <= MAX_SLIDER,
-        "step": "0.01" if key.endswith("_seconds") else "1",
-        "unit": UNITS.get(key, ""),
+        "slider": not choices and most <= MAX_SLIDER and key not in MAX_TARGETS,
+        "step": "any" if key in MAX_TARGETS else "0.01" if key.endswith("_seconds") else "1",
+        "unit": SOURCES[key].unit if key in SOURCES else "",
         "effect": EFFECTS.get(key, ""),
         "now": now,
         "rare": key in RARE,

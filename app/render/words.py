@@ -14,6 +14,7 @@ WAITING = {
     "policy": "next batch",
     "switching": "policy is being changed",
     "shared_prompt": "prompt is read for another choice",
+    "fault": "set aside while a fault is looked for",
 }
 FINISHED = {"stop": "came to an end", "length": "cut at its limit", "abort": "aborted", "error": "failed"}
 ABORTED = {
@@ -84,6 +85,12 @@ SETTINGS = {
     "max_waiting_tokens": "Queue, prompt tokens",
     "slo_admission": "Refuse who comes too late",
     "enable_prefix_caching": "Prefix cache",
+    "ttft_p95_seconds": "Target, first token",
+    "itl_p95_seconds": "Target, between tokens",
+    "e2e_p95_seconds": "Target, end to end",
+    "background_ttft_p95_seconds": "Background target, first token",
+    "background_itl_p95_seconds": "Background target, between tokens",
+    "background_e2e_p95_seconds": "Background target, end to end",
     "draining": "Draining",
     "flush_prefix_cache": "Cached blocks",
 }

@@ -76,6 +76,10 @@ def shown(page: str, pattern: str) -> list[tuple[str, ...]]:
     return [tuple(html.unescape(re.sub("<[^>]*>", "", cell)) for cell in row) for row in re.findall(pattern, page)]
 
 
+def as_dict(pairs: list[tuple[str, ...]]) -> dict[str, str]:
+    return {name: value for name, value in pairs}
+
+
 async def test_the_page_shows_what_the_json_says(server: Server, mock_clock: MockClock) -> None:
     stats = await server.stats()
     page = (await server.client.get("/ops", headers={"Accept": "text/html"})).text
@@ -83,7 +87,7 @@ async def test_the_page_shows_what_the_json_says(server: Server, mock_clock: Moc
     assert (requests["waiting"], stats["preemptions"]) >= (2, 1)
     assert {"timed_out", "failed"} <= {name for name, amount in stats["ended"].items() if amount}
 
-    pairs = dict(shown(page, r"<dt>(.*?)</dt><dd>(.*?)</dd>"))
+    pairs = as_dict(shown(page, r"<dt>(.*?)</dt><dd>(.*?)</dd>"))
     tokens, made = stats["step"]["tokens"], stats["prefix_cache"]
     counts = {
         "steps": stats["step"]["count"],
@@ -104,7 +108,7 @@ async def test_the_page_shows_what_the_json_says(server: Server, mock_clock: Moc
     expected |= {name: str(numbers.percent(share)) for name, share in shares.items()}
     expected |= {"step p50": str(numbers.seconds(stats["step"]["seconds_p50"]))}
     assert {name: pairs[name] for name in expected} == expected
-    legend = dict(shown(page, r'<li><i class="swatch (used|cached|free)"></i>.*?<b>(.*?)</b>'))
+    legend = as_dict(shown(page, r'<li><i class="swatch (used|cached|free)"></i>.*?<b>(.*?)</b>'))
     assert legend == {name: numbers.count(kv[name]) for name in ("used", "cached", "free")}
 
     tiles = {label: rest for label, *rest in shown(page, TILE)}

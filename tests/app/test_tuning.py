@@ -28,6 +28,12 @@ VALUES: list[tuple[str, Any]] = [
     ("max_waiting_tokens", 1000),
     ("slo_admission", True),
     ("enable_prefix_caching", False),
+    ("ttft_p95_seconds", 0.125),
+    ("itl_p95_seconds", 0.003),
+    ("e2e_p95_seconds", 7.5),
+    ("background_ttft_p95_seconds", 90.0),
+    ("background_itl_p95_seconds", 1.5),
+    ("background_e2e_p95_seconds", 3600.0),
     ("draining", True),
 ]
 

@@ -29,6 +29,12 @@ CONTROLS: dict[str, tuple[str, Any]] = {
     "max_waiting_tokens": ("500", 500),
     "slo_admission": ("on", True),
     "enable_prefix_caching": ("off", False),
+    "ttft_p95_seconds": ("1.25", 1.25),
+    "itl_p95_seconds": ("0.003", 0.003),
+    "e2e_p95_seconds": ("30", 30.0),
+    "background_ttft_p95_seconds": ("600", 600.0),
+    "background_itl_p95_seconds": ("5", 5.0),
+    "background_e2e_p95_seconds": ("86400", 86400.0),
 }
 HEADERS = {"Content-Type": "application/json"}
 

@@ -40,7 +40,7 @@ def place_of(handle: Handle, scheduler: Scheduler, now: float) -> Place:
     seated_at = sequence.first_seated_time
     return Place(
         seat=None if waits else sequence.seat,
-        reason=_why_waits(sequence, scheduler),
+        reason=why_waits(sequence, scheduler) if waits else None,
         waited_seconds=(now if seated_at is None else seated_at) - handle.arrival_time,
         prompt_tokens=sequence.num_prompt_tokens,
         cached_tokens=sequence.num_cached_tokens,
@@ -59,7 +59,7 @@ def line_of(sequence: Sequence, scheduler: Scheduler, now: float) -> dict[str, A
         "class": sequence.class_name,
         "priority": sequence.priority,
         "state": sequence.status.value,
-        "reason": _why_waits(sequence, scheduler),
+        "reason": why_waits(sequence, scheduler) if waits else None,
         "phase": None if waits else ("prefill" if sequence.num_output_tokens == 0 else "decode"),
         "seat": None if waits else sequence.seat,
         "prompt_tokens": sequence.num_prompt_tokens,
@@ -71,5 +71,8 @@ def line_of(sequence: Sequence, scheduler: Scheduler, now: float) -> dict[str, A
     }
 
 
-def _why_waits(sequence: Sequence, scheduler: Scheduler) -> str | None:
-    return scheduler.classes[sequence.background].why_waits(sequence) if sequence.seat < 0 else None
+def why_waits(sequence: Sequence, scheduler: Scheduler) -> str:
+    """Of one that waits, one of `WAIT_REASONS`."""
+    if sequence.sequence_id in scheduler.aside:
+        return "fault"  # until the others were tried
+    return scheduler.classes[sequence.background].why_waits(sequence)

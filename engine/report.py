@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from engine.experience import all_experience, course
 from engine.handle import ABORT_CAUSES
-from engine.place import line_of
+from engine.place import line_of, why_waits
 from engine.sequence import CLASSES
 from engine.timeline import DEFAULT_WINDOW
 from engine.waiting import served_by_key
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from engine.scheduling import Scheduling
     from engine.stats import Histogram, Stats
 
-WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "switching", "shared_prompt")
+WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "switching", "shared_prompt", "fault")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PHASES = ("door", "queued", "prefill", "decode")
 # Of those that wait so many are told one by one: it is done every second.
@@ -190,20 +189,21 @@ class Report:
         }
 
     def _requests(self) -> dict[str, Any]:
-        scheduler, stats = self._scheduler, self._stats
+        scheduler, stats, waiting = self._scheduler, self._stats, self._scheduler.waiting
+        waiting_of = Counter([sequence.class_name for sequence in waiting])
         aborted: dict[str, dict[str, int]] = {}
         for (cause, phase), number in stats.aborted.items():
             aborted.setdefault(cause, {})[phase] = number
         return {
             "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "waiting_tokens": sum([work.queue.num_tokens for work in scheduler.classes]),
+            "waiting": len(waiting),
+            "waiting_tokens": sum([sequence.num_tokens for sequence in waiting]),
             "waiting_by_reason": self._waiting_by_reason(),
             "finished_by_reason": {reason: stats.finished[reason] for reason in FINISH_REASONS},
             "rejected_by_reason": {reason: stats.rejected[reason] for reason in REJECTION_REASONS},
             "aborted_by_cause_and_phase": aborted,
             "by_class": {
-                name: {"running": len(work.running), "waiting": len(work.queue)}
+                name: {"running": len(work.running), "waiting": waiting_of[name]}
                 for name, work in zip(CLASSES, scheduler.classes, strict=True)
             },
             "by_key": self._by_key(),
@@ -216,17 +216,13 @@ class Report:
 
     def _by_key(self) -> dict[str, dict[str, int]]:
         """What each named key has, and the weighted tokens it was served (`served_by_key`)."""
-        keyed = [work.fairness for work in self._scheduler.classes]
-        found = {
-            name: {"running": 0, "waiting": 0, "served_tokens": served}
-            for name, served in sorted(served_by_key(*keyed).items())
+        served = served_by_key(*[work.fairness for work in self._scheduler.classes])
+        running = Counter([sequence.key_name for sequence in self._scheduler.running])
+        waiting = Counter([sequence.key_name for sequence in self._scheduler.waiting])
+        return {
+            name: {"running": running[name], "waiting": waiting[name], "served_tokens": served.get(name, 0)}
+            for name in sorted({*served, *running, *waiting} - {""})
         }
-        for account in chain(*[fairness.accounts.values() for fairness in keyed]):
-            if account.name:
-                found[account.name]["running"] += account.num_seats
-                found[account.name]["waiting"] += account.num_waiting
-        return found
 
     def _waiting_by_reason(self) -> dict[str, int]:
-        classes = self._scheduler.classes
-        return dict(Counter([classes[one.background].why_waits(one) for one in self._scheduler.waiting]))
+        return dict(Counter([why_waits(one, self._scheduler) for one in self._scheduler.waiting]))

@@ -61,6 +61,7 @@ class Scheduler:
         self._members = Members(num_seats)
         self.interactive, self.background = self.classes = self._members.classes
         self._live = self._members.live
+        self.aside = self._members.aside
         self._may_draft = may_draft
         self._step = 0
 

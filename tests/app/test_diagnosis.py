@@ -16,7 +16,7 @@ from app.journal.rows import REFUSED
 from engine.config import NO_TARGETS, Limits, SloTargets
 from engine.engine import IS_DRAINING, IS_ENDING
 from engine.experience import all_experience
-from engine.report import PREEMPTION_REASONS
+from engine.report import PREEMPTION_REASONS, WAIT_REASONS
 from engine.stats import RequestTimes, Stats
 from tests.fake_snapshot import FakeEngine
 
@@ -108,6 +108,7 @@ def test_seats_are_not_recommended_where_they_do_not_help(
         ("policy", {"policy": "static"}, "policy"),
         ("switching", {}, None),
         ("shared_prompt", {}, None),
+        ("fault", {}, None),
     ],
 )
 def test_each_reason_to_wait_has_its_own_control(reason: str, config: dict[str, str], setting: str | None) -> None:
@@ -248,8 +249,7 @@ def test_failures_waste_and_a_late_loop_are_told() -> None:
 @given(st.data())
 def test_every_house_is_told_something_and_only_of_live_settings(data: st.DataObject) -> None:
     draw = data.draw
-    reasons = ("seats", "token_budget", "kv_memory", "policy", "switching", "shared_prompt")
-    waiting = draw(st.dictionaries(st.sampled_from(reasons), st.integers(1, 50)))
+    waiting = draw(st.dictionaries(st.sampled_from(WAIT_REASONS), st.integers(1, 50)))
     snapshot = house(
         requests={
             "running": draw(st.integers(0, 40)), "waiting": sum(waiting.values()), "waiting_by_reason": waiting,

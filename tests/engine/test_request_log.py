@@ -10,12 +10,12 @@ import trio
 
 from engine.batch import ScheduledBatch, Seated, StepOutput
 from engine.config import Limits
-from engine.handle import GenerationRequest, TokensPrompt
+from engine.handle import GenerationRequest, TextPrompt, TokensPrompt
 from engine.report import MAX_LISTED_WAITING
 from engine.request_log import MAX_KEPT_TOKENS, MAX_SPANS, RequestLog, as_life
 from engine.sequence import SamplingParams, Sequence
 from engine.step_log import SHOWN_STEPS, StepLog, StepRecord
-from tests.fakes import fake_config, open_fake_engine, read_deltas
+from tests.fakes import FakeRunner, Poison, fake_config, open_fake_engine, read_deltas
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -268,6 +268,31 @@ async def test_of_very_many_that_wait_some_are_told_one_by_one(autojump_clock: M
         }
         assert sum([work["waiting"] for work in requests["by_class"].values()]) == requests["waiting"]
         engine.abort_all("admin")
+
+
+async def test_who_is_set_aside_while_a_fault_is_looked_for_is_counted_wherever_those_who_wait_are(
+    autojump_clock: MockClock,
+) -> None:
+    config = fake_config(max_num_seqs=8)
+    runner = FakeRunner(256, config.block_size, before_step=Poison())
+    async with open_fake_engine(config, runner=runner, step_seconds=1) as engine:
+        handles = [engine.submit(ask(f"r{n}", 2, 5, key_name="me", background=n % 2 == 0)) for n in range(6)]
+        handles.append(engine.submit(GenerationRequest("bad", TextPrompt("poison"), SamplingParams(max_tokens=5))))
+        with trio.fail_after(60):
+            while "fault" not in engine.snapshot()["requests"]["waiting_by_reason"]:
+                await trio.sleep(0.5)
+        handles.append(engine.submit(ask("late", 2, 5, key_name="new")))
+        await trio.sleep(1.5)  # newcomers are taken in between two steps
+        requests = engine.snapshot()["requests"]
+        assert requests["by_key"]["new"]["waiting"] == 1
+        assert requests["waiting_by_reason"]["fault"] > 1
+        assert sum(requests["waiting_by_reason"].values()) == requests["waiting"]
+        assert sum([work["waiting"] for work in requests["by_class"].values()]) == requests["waiting"]
+        mine = requests["by_key"]["me"]
+        assert mine["running"] + mine["waiting"] == 6
+        assert requests["waiting_tokens"] >= 2 * requests["waiting"]
+        for handle in handles:
+            await read(handle)
 
 
 def test_kept_texts_have_a_bound() -> None:

@@ -105,7 +105,7 @@ class Recovery:
         """One line for the end of the process."""
         return (
             f"nothing can be computed any more: the engine's own request failed too, {MAX_FAILED_CONTROLS} times in a "
-            f"row, the last time with: {error!r}"
+            f"row, the last time with: {type(error).__name__}"
         )
 
     def _suspects(self, batch: ScheduledBatch | None) -> dict[int, int]:

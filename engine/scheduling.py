@@ -214,7 +214,7 @@ class Scheduling:
         try:
             await self._recover(error)
         except Exception as failure:
-            await self._end(f"the engine's state could not be made anew after a fault: {failure!r}", failure)
+            await self._end(f"the state could not be made anew after a fault: {type(failure).__name__}", failure)
         if self._recovery.is_hopeless:
             await self._end(self._recovery.why_hopeless(error), error)
 

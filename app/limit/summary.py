@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from app.compare.runs import percentile
 from app.limit.runs import MAX_LAG_SHARE, WANTED_SAMPLES
 from app.limit.scrapes import bound_by
-from app.limit.search import edge
 from app.limit.statistics import limit_of
 from app.render import numbers
 
@@ -123,10 +122,9 @@ def _latencies(seen: Sequence[Seen]) -> dict[str, float | None]:
 
 
 def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, Any]:
-    _, high = edge(runs)
     below = [run for run in runs if run.is_valid and run.rate <= found.estimate * 1.0001]
     best = max(below, key=lambda run: (run.holds, run.rate))
-    beyond = [run for run in runs if run.rate == high]
+    beyond = _beyond(best, runs)
     bound = _bound(beyond or [best])
     known = figures(best)
     price, think = options.price_per_hour, options.think_time
@@ -136,7 +134,7 @@ def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, 
         "requests_per_second": found.estimate,
         "low": found.low,
         "high": found.high,
-        "is_at_least": high is None or bound == GENERATOR,
+        "is_at_least": not beyond or bound == GENERATOR,
         "goodput": known["goodput"],
         "output_tokens_per_second": speed,
         "bound_by": bound,
@@ -145,6 +143,13 @@ def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, 
         "users": found.estimate * (stay + think) if think is not None else None,
         "cost_per_million_output_tokens": price / 3600 / speed * 1e6 if price is not None else None,
     }
+
+
+def _beyond(best: Run, runs: Sequence[Run]) -> list[Run]:
+    """The runs at the lowest rate above that at which the server fell short; where none did, the generator did."""
+    higher = [run for run in runs if run.rate > best.rate]
+    failed = [run for run in higher if run.is_valid and not run.holds] or higher
+    return [run for run in failed if run.rate == min(one.rate for one in failed)]
 
 
 def _bound(runs: Sequence[Run]) -> str:

@@ -203,6 +203,33 @@ def test_each_class_of_work_is_held_to_its_own_targets() -> None:
     assert any("by a process that took 25" in line for line in lines)
 
 
+def test_where_the_generator_was_late_it_is_the_bound_and_not_the_server() -> None:
+    targets = SloTargets(1.0, None, None)
+    promise = Promise((targets,), 0.01)
+    source = Source((WorkClass("requests", 1, Ranges((5, 5), (2, 2)), targets),), promise)
+
+    def run_at(rate: float, ttft: float, lag: float) -> Run:
+        seen = [Seen(place / rate, lag, ttft, ttft, ttft, 5, 2, 1, 0) for place in range(400)]
+        return Run(rate, 0, promise, tuple(seen))
+
+    def result_of(*runs: Run) -> dict[str, Any]:
+        return summarize(Outcome({}, source, None, 3.0, runs, 1.0), Options(targets=targets))
+
+    held, late, lost = run_at(1.0, 0.5, 0.0), run_at(1.1, 3.0, 0.06), run_at(1.2, 3.0, 0.0)
+    result = result_of(held, late)
+    assert (result["limit"]["requests_per_second"], result["limit"]["bound_by"]) == (1.0, "the generator")
+    assert result["limit"]["is_at_least"]
+    assert [run["holds"] for run in result["curve"]] == [True, None]
+    assert any("unknown: sent 60" in line for line in lines_of(result))
+    assert "At 1.1 requests/s the generator itself was late; these runs say nothing of the server." in result["remarks"]
+    beyond = result_of(held, late, lost)["limit"]
+    assert (beyond["bound_by"], beyond["broken_promise"]) == ("unknown: the server shows no metrics", "ttft")
+    assert not beyond["is_at_least"]
+    nothing = result_of(late)
+    assert nothing["limit"] is None
+    assert "The generator was late by 60" in nothing["why"]
+
+
 def test_results_of_other_targets_are_said_to_be_of_another_thing() -> None:
     limit = {"requests_per_second": 4.0, "low": 3.9, "high": 4.1}
     now = {"limit": limit, "targets": {"ttft": 1}, "classes": [], "workload": {}}

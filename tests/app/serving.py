@@ -150,11 +150,15 @@ class Driver:
 
 @asynccontextmanager
 async def open_app(
-    settings: Settings | None = None, *, limits: dict[str, Any] | None = None, **fake: Any
+    settings: Settings | None = None,
+    *,
+    limits: dict[str, Any] | None = None,
+    journal: Journal | None = None,
+    **fake: Any,
 ) -> AsyncIterator[tuple[Any, Context]]:
     """The application without a socket, for virtual time."""
     async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
-        context = make_context(settings or make_settings(), engine, Lifecycle())
+        context = make_context(settings or make_settings(), engine, Lifecycle(), journal=journal)
         nursery.start_soon(context.live.run)
         nursery.start_soon(context.effects.run)
         yield create_app(context), context

@@ -14,8 +14,9 @@ import trio
 from app.journal import journal as journal_module
 from app.journal.journal import MAX_READERS, open_journal
 from app.journal.reading import Question, read_rows
-from tests.app.serving import Driver, make_settings, open_app, open_server
+from tests.app.serving import COMPLETIONS, Driver, make_settings, open_app, open_server
 from tests.app.test_journal import T0, row
+from tests.fakes import expected_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,6 +90,31 @@ async def test_who_leaves_does_not_wait_for_the_disk(tmp_path: Path, hung_disk: 
         with trio.fail_after(2), trio.move_on_after(0.05) as scope:
             await journal.ask(Question(T0, T0 + 10, 100))
         assert scope.cancelled_caught
+
+
+async def test_readers_that_hang_hold_nobody_else(
+    tmp_path: Path, hung_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP: the history is told from memory, the live pages and the answers as ever, and the server ends."""
+    monkeypatch.setattr(journal_module, "READ_SECONDS", 0.05)
+    with trio.fail_after(8):
+        async with open_journal(tmp_path) as journal, open_server(journal=journal) as server:
+            journal.put_row(row(T0))
+            await journal.flush()
+            statuses: list[int] = []
+
+            async def ask(path: str) -> None:
+                statuses.append((await server.client.get(path)).status_code)
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(2 * MAX_READERS):
+                    for path in ("/ops/history", "/ops/history.json", "/ops", "/ops/stats.json", "/admin", "/readyz"):
+                        nursery.start_soon(ask, path)
+                body = {"prompt": "a", "max_tokens": 20}
+                answer = await server.client.post(COMPLETIONS, json=body)
+            assert answer.json()["choices"][0]["text"] == bytes(expected_output(b"a", 20)).decode()
+            assert statuses == [200] * 12 * MAX_READERS
+            assert "has not answered" in (await server.stats())["history"]["problem"]
 
 
 async def test_the_state_alone_is_small_and_the_operators() -> None:

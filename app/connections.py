@@ -73,10 +73,12 @@ class Connection(TCPServer):
     async def _call(self, app: Any, scope: Any, *args: Any) -> None:
         if scope["http_version"] == "1.1":
             scope[WRITE_NOW] = self.write_now
-        await app(scope, *args)
-        if isinstance(self.protocol.protocol, Http1):
-            # Not before: until now the call has held its key's place, which the next one may need.
-            await self.protocol.protocol.resume()
+        try:
+            await app(scope, *args)
+        finally:
+            if isinstance(self.protocol.protocol, Http1):
+                # Not before: until now the call has held its key's place, which the next one may need.
+                await self.protocol.protocol.resume()
 
     def write_now(self, data: bytes) -> bool:
         """Send a chunk of the body of an answer that has begun, is chunked and has not ended. Never waits.

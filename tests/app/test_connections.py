@@ -18,14 +18,17 @@ import trio
 import trio.testing
 from hypercorn.trio.tcp_server import TCPServer
 
+from app import server as app_server
 from app.api.generation import HEARTBEAT_SECONDS
-from app.http import BODY_TIMEOUT_SECONDS
+from app.api.requests import BODY_TIMEOUT_SECONDS
+from app.http import create_app
 from tests import fakes
 from tests.app.serving import CHAT, COMPLETIONS, Driver, Server, chat_body, events, make_settings, open_app, open_server
 from tests.app.wire import count_tasks, wait_for
 from tests.fakes import expected_output
 
 if TYPE_CHECKING:
+    from app.http import Context
     from engine.engine import Engine
     from engine.handle import GenerationRequest, Handle
 
@@ -123,6 +126,28 @@ async def test_whatever_a_connection_raises_ends_that_connection_alone(monkeypat
                 await client.get("/healthz")
         monkeypatch.undo()
         assert (await server.client.get("/healthz")).status_code == 200
+
+
+async def test_a_call_that_fails_behind_its_answer_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what its client has sent ahead nor anybody else."""
+
+    def create(context: Context) -> Any:
+        app = create_app(context)
+
+        async def fail_at_the_end(scope: Any, *args: Any) -> None:
+            await app(scope, *args)
+            raise RuntimeError("a slip")
+
+        return fail_at_the_end
+
+    monkeypatch.setattr(app_server, "create_app", create)
+    async with open_server() as server:
+        stream, received = await trio.open_tcp_stream("127.0.0.1", server.port), b""
+        await stream.send_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
+        with trio.fail_after(5):
+            while received.count(b"alive") < 3:
+                received += await stream.receive_some(65536)
+        await stream.aclose()
 
 
 async def test_the_end_of_an_answer_closes_a_connection_that_asked_for_it() -> None:

@@ -105,6 +105,8 @@ def parse_change(body: Mapping[str, Any], limits: Limits, capacity: Limits) -> C
     change = Change(values=values, **{name: check(body.get(name)) for name, check in _OTHERS.items()})
     if change.restore is not None and values:
         raise OutOfRangeError("restore", f"brings its own values; leave out {', '.join(values)}.")
+    if change.ttl_seconds is not None and not values and change.restore is None:
+        raise OutOfRangeError("ttl_seconds", "is how long a change holds, and no setting is named that changes.")
     asked = values.get("dynamic_preferred_size")
     shrink_batch(values, limits)
     seats = values.get("dynamic_preferred_size")

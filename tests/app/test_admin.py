@@ -116,6 +116,8 @@ async def test_the_answer_and_the_history() -> None:
         ({"max_num_seqs": 8, "ttl_seconds": 1e12}, "ttl_seconds"),
         ({"max_num_seqs": 8, "ttl_seconds": "long"}, "ttl_seconds"),
         ({"max_num_seqs": 8, "ttl_seconds": True}, "ttl_seconds"),
+        ({"ttl_seconds": 60}, "ttl_seconds"),
+        ({"max_num_seqs": None, "flush_prefix_cache": True, "ttl_seconds": 60}, "ttl_seconds"),
         ({"policy": "magic"}, "policy"),
         ({"policy": "static_dropped"}, "policy"),
         ({"policy": ["static"]}, "policy"),

@@ -95,6 +95,18 @@ class Http2Client(Http1Client):
         self.connection.send_data(stream_id, json.dumps(body).encode(), end_stream=True)
         await self.flush()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the stream, or the connection, has come to its end."""
+        over = (h2.events.StreamEnded, h2.events.StreamReset, h2.events.ConnectionTerminated)
+        return any(isinstance(event, over) for event in self.events)
+
+    @property
+    def status(self) -> int:
+        """Of the answer; 0 where none has come."""
+        heads = [dict(e.headers) for e in self.events if isinstance(e, h2.events.ResponseReceived)]
+        return int(heads[0][b":status"]) if heads else 0
+
     def take(self, data: bytes) -> None:
         events = self.connection.receive_data(data)
         self.events += events

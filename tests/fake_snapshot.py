@@ -83,10 +83,6 @@ class FakeEngine:
     finished: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     produced: Counter[str] = field(default_factory=Counter)
-    policies: dict[str, Any] = field(default_factory=dict)
-    is_switching: bool = False
-    is_ending: bool = False
-    num_flushed_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -103,22 +99,7 @@ class FakeEngine:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.seats, self.budget, self.generation, **self.policies)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    async def set_limits(self, changes: dict[str, Any], *, flush: bool = False) -> Limits:
-        self.policies |= changes
-        self.seats = self.policies.pop("max_num_seqs", self.seats)
-        self.budget = self.policies.pop("max_num_batched_tokens", self.budget)
-        self.generation += 1
-        return self.limits
+        return Limits(self.seats, self.budget, self.generation)
 
     def health(self) -> SimpleNamespace:
         if self.mode == "draining":

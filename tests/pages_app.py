@@ -86,25 +86,25 @@ def ends_early(prompt: list[int]) -> int | None:
 
 async def serve(state: str, port: int, clock: MockClock) -> None:
     """Serve until interrupted."""
-    settings = Settings.model_validate({"server": {"keep_request_texts": True}})
+    settings = Settings.model_validate({"server": {"keep_request_texts": True}, "security": {"api_keys": ["me=me"]}})
     began = time.time() - WARM_SECONDS
     slowness = [STEP_SECONDS]
     limits = {"max_num_seqs": 12, "max_num_batched_tokens": 96, "capacity_num_seqs": 48, "block_size": 16}
     config = fake_config(**limits, max_waiting=40, keep_request_texts=True, served_model_name="smollm2-135m")
-    fake = {"num_blocks": 160, "max_model_len": 2048, "end_after": ends_early, "step_seconds": lambda: slowness[0]}
     with TemporaryDirectory() as temporary, open_listening_socket("127.0.0.1", port) as listener:
         folder = Path(temporary)
         async with (
             open_keys(settings, folder) as keys,
             open_journal(folder) as journal,
-            open_fake_engine(config, **fake) as engine,
+            open_fake_engine(
+                config, num_blocks=160, max_model_len=2048, end_after=ends_early, step_seconds=lambda: slowness[0]
+            ) as engine,
             trio.open_nursery() as nursery,
         ):
             journal.wall = lambda: began + trio.current_time()
             context = make_context(settings, engine, Lifecycle(), keys, journal)
             for task in (Crowd(engine, state).run, context.telemetry.run, context.live.run, context.effects.run):
                 nursery.start_soon(task)
-            clock.autojump_threshold = 0
             await trio.sleep(WARM_SECONDS)
             if state == "stalled":
                 slowness[0] = 1e6
@@ -120,5 +120,5 @@ async def serve(state: str, port: int, clock: MockClock) -> None:
 
 
 if __name__ == "__main__":
-    the_clock = MockClock()
+    the_clock = MockClock(autojump_threshold=0)
     trio.run(serve, sys.argv[1], int(sys.argv[2]), the_clock, clock=the_clock)

@@ -166,7 +166,7 @@ async def test_every_state_says_itself() -> None:
 async def test_keys_have_a_column_where_there_are_keys_and_background_work_says_so() -> None:
     plain = watched(FakeEngine("overloaded", seats=2), 60).latest.parts["requests"]
     assert "background" not in plain
-    assert 'class="key"' not in plain
+    assert 'class="whose"' not in plain
     named = watched(FakeEngine("overloaded", seats=2, keys=(HOSTILE, "batch")), 60).latest.parts["requests"]
     assert named.count(">batch</td>") == named.count("· background</span>") > 0
     assert "<img" not in named

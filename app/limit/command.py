@@ -105,9 +105,9 @@ class Looking:
 
     def _tell(self, rate: float, ended: int, total: int) -> None:
         gone, planned = time.monotonic() - self._began, self._options.duration
-        what = f"{per_second(rate)} requests/s" if rate else "closed loop"
-        left = f"about {numbers.duration(max(1.0, planned - gone))} left"
-        self._report(int(gone), int(planned), f"{what}, {ended} of {total} answers, {left}")
+        what = f"{per_second(rate)}/s" if rate else "closed loop"
+        left = f"{numbers.duration(max(1.0, planned - gone))} left"
+        self._report(int(gone), int(planned), f"{what}: {ended} of {total}, {left}")
 
     def _affords(self, num_counted: int, rate: float) -> bool:
         needed = SENT_PER_COUNTED * num_counted / rate + RUN_SECONDS

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from app.limit.children import end
 from app.limit.exchange import Answer
 from engine.errors import EngineError
 
@@ -134,18 +135,10 @@ def run_job(job: Job, report: Callable[[int], object] = lambda _ended: None) -> 
     finally:
         with suppress(BrokenPipeError):
             process.stdin.close()
-        _end(process)
+        end(process, GRACE_SECONDS)
         process.stdout.close()
     if told is None:
         raise EngineError(f"The process that sends requests ended with {process.returncode} before it told anything.")
     answers = tuple([Answer(**answer) for answer in told.pop("answers")])
     scrapes = tuple([(float(at), str(text)) for at, text in told.pop("scrapes")])
     return Told(answers, scrapes, **told)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
+from app.limit.children import end
 from app.limit.endpoint import EndpointError
 from app.listening import open_listening_socket
 
@@ -52,7 +53,8 @@ def open_own_server(flags: Sequence[str], command: Sequence[str] = SERVE) -> Ite
             _wait_until_ready(process, url, log)
             yield url
         finally:
-            _stop(process)
+            process.terminate()  # nobody waits for an answer from it
+            end(process, GRACE_SECONDS)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -71,13 +73,3 @@ def _is_ready(url: str) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End it; nobody waits for an answer from it, so it need not finish any."""
-    process.terminate()
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -202,6 +202,9 @@ def _remarks(result: Mapping[str, Any], runs: Sequence[Run]) -> list[str]:
             remarks.append(
                 f"A p{percent} wants {WANTED_SAMPLES[percent]:,} finished requests; here are runs with {few}."
             )
+    kinds = Counter(seen.error for run in runs for seen in run.seen if seen.error)
+    if kinds:
+        remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
     late = [run for run in runs if not run.is_valid]
     if late:
         rates = ", ".join(dict.fromkeys(f"{run.rate:.3g}" for run in late))

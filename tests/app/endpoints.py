@@ -23,6 +23,7 @@ class Behaviour:
     Attributes:
         first_seconds, gap_seconds: to the first token, and between one and the next.
         stall: (from, to) in seconds since the first request: nothing is written then.
+        gather: nothing is answered before so many requests have come.
         pieces_of: tokens of each piece of text.
         refused: words in a body that make it a 400.
         key: that must be given; `None` takes everybody.
@@ -32,6 +33,7 @@ class Behaviour:
     first_seconds: float = 0.0
     gap_seconds: float = 0.0
     stall: tuple[float, float] = (0.0, 0.0)
+    gather: int = 0
     pieces_of: int = 1
     streams: bool = True
     has_usage: bool = True
@@ -43,6 +45,8 @@ class Behaviour:
     began: float = 0.0
 
     def wait(self, seconds: float) -> None:
+        while len(self.bodies) < self.gather:
+            time.sleep(0.01)
         time.sleep(seconds)
         now = time.monotonic() - self.began
         if self.stall[0] <= now < self.stall[1]:

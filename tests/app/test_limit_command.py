@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,6 +226,8 @@ def test_where_the_generator_was_late_it_is_the_bound_and_not_the_server() -> No
     beyond = result_of(held, late, lost)["limit"]
     assert (beyond["bound_by"], beyond["broken_promise"]) == ("unknown: the server shows no metrics", "ttft")
     assert not beyond["is_at_least"]
+    failed = Seen(0.0, 0.0, 0.1, None, None, 5, 0, 0, 0, error="HTTP 503")
+    assert "Errors: 2 HTTP 503." in result_of(replace(held, seen=(*held.seen, failed, failed)))["remarks"]
     nothing = result_of(late)
     assert nothing["limit"] is None
     assert "The generator was late by 60" in nothing["why"]
@@ -350,7 +353,7 @@ def test_a_whole_search_over_real_sockets(tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     assert done.returncode == (0 if result["limit"] else 1)
     assert result["server"]["model"] == "fake"
-    assert result["single_user"]["itl_p50_seconds"] == pytest.approx(0.02, rel=0.5)
+    assert 0.02 <= result["single_user"]["itl_p50_seconds"] < 0.2
     assert [run["errors"] for run in result["curve"]] == [0] * len(result["curve"])
     assert all(run["preemptions"] == 0 for run in result["curve"])
     for run in result["curve"]:

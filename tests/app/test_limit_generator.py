@@ -17,7 +17,7 @@ import pytest
 from app.limit import dispatch, over_http
 from app.limit.dispatch import COMMAND, Job, Planned, Told, run_job
 from app.limit.endpoint import Endpoint
-from app.limit.exchange import Answer
+from app.limit.exchange import NOT_FINISHED, Answer
 from app.limit.generator import Generator
 from app.limit.lengths import Ranges
 from app.limit.load import Source, WorkClass
@@ -90,11 +90,13 @@ def test_a_stall_is_seen_by_all_who_were_due_in_it(inside: list[Told]) -> None:
 
 
 def test_requests_leave_when_they_are_due_whatever_the_server_does() -> None:
-    with open_endpoint(first_seconds=0.3) as (url, _):
+    """Nobody is answered before all have asked: who waited for the first answer would wait for ever."""
+    with open_endpoint(gather=4) as (url, _):
         told = run_inside(job(url, [0.0, 0.05, 0.1, 0.15]))
     assert [answer.due for answer in told.answers] == pytest.approx([0.0, 0.05, 0.1, 0.15], abs=1e-6)
-    assert max(answer.sent for answer in told.answers) < 0.3
-    assert all(answer.first - answer.due > 0.29 for answer in told.answers)
+    assert all(answer.due <= answer.sent < answer.first for answer in told.answers)
+    assert told.answers[0].first > 0.15
+    assert [answer.error for answer in told.answers] == [""] * 4
 
 
 @pytest.mark.slow
@@ -149,12 +151,12 @@ def test_one_piece_a_token_and_an_end_without_text_are_left_as_they_are() -> Non
         ({"has_usage": False}, "the stream held no usage"),
         ({"refused": ("made-up",)}, "HTTP 400"),
         ({"key": "secret"}, "HTTP 401"),
-        ({"first_seconds": 1.0}, "not finished in time"),
+        ({"first_seconds": 1.0}, NOT_FINISHED),
     ],
 )
 def test_errors_are_counted_by_kind(behaviour: dict[str, Any], kind: str, inside: list[Told]) -> None:
     with open_endpoint(**behaviour) as (url, _):
-        run = measure(url, num=4, deadline=0.3)(40.0, 0)
+        run = measure(url, num=4, deadline=0.3 if kind == NOT_FINISHED else 10.0)(40.0, 0)
     assert figures(run)["errors_by_kind"] == {kind: 4}
     assert not run.holds
 
@@ -182,17 +184,16 @@ def test_what_a_server_tells_of_itself_is_asked_for_while_requests_run() -> None
     text = "relevo:num_requests_running 3\nrelevo:num_requests_waiting 2\nrelevo:max_num_seqs 4\n"
     with open_endpoint(first_seconds=0.1, metrics=text) as (url, _):
         scrape = Endpoint(url, "", "chat", "made-up", {}, {}, has_metrics=True).scrape
-        told = run_inside(job(url, [0.0, 1.2], scrape=scrape))
+        told = run_inside(job(url, [0.0, 1.3], scrape=scrape))
     assert [text for _, text in told.scrapes] == [text, text]
-    assert told.scrapes[1][0] == pytest.approx(1.0, abs=0.2)
+    assert 0.99 < told.scrapes[1][0] < 1.9
 
 
 @pytest.mark.slow
 def test_hundreds_of_connections_are_open_at_once() -> None:
-    with open_endpoint(first_seconds=0.7) as (url, _):
-        told = run_inside(job(url, [0.0005 * number for number in range(400)], deadline=20))
+    with open_endpoint(gather=400) as (url, _):
+        told = run_inside(job(url, [0.0005 * number for number in range(400)], deadline=30))
     assert not [answer.error for answer in told.answers if answer.error]
-    assert max(answer.sent for answer in told.answers) < min(answer.finished for answer in told.answers)
 
 
 @pytest.fixture

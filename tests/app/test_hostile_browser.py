@@ -71,6 +71,9 @@ def test_the_flag_would_be_seen(browser: Browser, base: str) -> None:
 def test_nothing_runs_on_the_operators_pages(page: Page, base: str, path: str) -> None:
     page.goto(base.split("#")[0] + path)
     assert MODEL in page.locator("#state").inner_text()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390, "however long a name is"
+    page.set_viewport_size({"width": 1280, "height": 900})
     if path == "/ops":
         before = page.locator("#state").inner_text()
         until(page, f"document.getElementById('state').innerText !== {before!r}")  # what the stream brought is drawn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -162,8 +161,8 @@ def _find_over_http(options: argparse.Namespace, settings: Settings, asked: Opti
             token = secret.get_secret_value() if secret is not None else None
         elif given := [flag for flag in _flags(options) if flag.startswith("--") and flag != "--model"]:
             raise ConfigError(f"{given[0]} is for a server that is started here; leave it out with --url.")
-        endpoint = find_endpoint(url, options.api, model=model, key=key, admin_token=token, context=options.context)
-        return Looking(endpoint, source, replace(asked, context=endpoint.context), report).find()
+        endpoint = find_endpoint(url, options.api, model=model, key=key, admin_token=token, context=asked.context)
+        return Looking(endpoint, source, asked, report).find()
 
 
 def _flags(options: argparse.Namespace) -> Iterator[str]:

@@ -89,10 +89,6 @@ class Source:
             workload = replace(workload, items=self._spread(workload, seed))
         return Load(at_rate(workload, rate), classes, (warm_up, warm_up + num_counted))
 
-    def in_proportion(self, factor: float) -> Source:
-        """The same with lengths divided by another factor."""
-        return replace(self, factor=factor)
-
     def least_factor(self) -> float:
         """What lengths must be divided by for nearly all requests to fit into the context."""
         if self.max_model_len is None:

@@ -78,6 +78,8 @@ def figures(run: Run) -> dict[str, Any]:
     span = max(seen.due for seen in run.seen) - begin
     kinds = Counter(seen.error for seen in run.seen if seen.error)
     good = sum(seen.is_good(run.promise.targets[seen.work_class]) for seen in run.seen)
+    elapsed = ended - begin
+    prompts = sum(seen.prompt_tokens for seen in run.finished)
     tokens = sum(seen.output_tokens for seen in run.finished)
     classes = [
         _latencies([seen for seen in run.seen if seen.work_class == number])
@@ -92,7 +94,8 @@ def figures(run: Run) -> dict[str, Any]:
         "errors": kinds.total(),
         "errors_by_kind": dict(kinds),
         "goodput": run.rate * good / len(run.seen),
-        "output_tokens_per_second": tokens / (ended - begin) if ended > begin else 0.0,
+        "prompt_tokens_per_second": prompts / elapsed if elapsed else 0.0,
+        "output_tokens_per_second": tokens / elapsed if elapsed else 0.0,
         # By Little's law: those who wait are as many as come, times how long each waits.
         "waiting": sum(seen.watched if seen.ttft is None else seen.ttft for seen in run.seen) / span if span else 0.0,
         "preemptions": run.preemptions,

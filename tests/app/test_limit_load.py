@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
@@ -78,7 +79,7 @@ def test_lengths_are_divided_and_cut_to_the_context_which_is_counted() -> None:
     made = source(Fitted("azure-conversation"), max_model_len=512)
     factor = made.least_factor()
     assert factor > 1
-    assert made.in_proportion(factor).num_cut()[0] <= 20
+    assert replace(made, factor=factor).num_cut()[0] <= 20
     assert made.num_cut()[0] > 1000
 
 

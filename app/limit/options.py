@@ -22,6 +22,7 @@ DEFAULT_ERROR_SHARE: Final = 0.01
 DEFAULT_DEADLINE: Final = 120.0
 DEFAULT_CHARS_PER_TOKEN: Final = 4.0
 MAX_RECORDED: Final = 100_000
+NUM_TRIED: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def make_source(options: Options) -> Source:
     arrivals = options.arrivals or ("own" if options.trace else "poisson")
     source = Source(classes, promise, arrivals=arrivals, gap_cv=options.gap_cv)
     check_arrivals(source)
-    source.make(1, 1.0, options.seed)  # what cannot be made is told before a server is started
+    source.make(NUM_TRIED, 1.0, options.seed)  # what cannot be made is told before a server is started
     return source
 
 

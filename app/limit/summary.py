@@ -190,6 +190,7 @@ def _workload(source: Source, options: Options) -> dict[str, Any]:
         "factor": source.factor,
         "arrivals": source.arrivals,
         "gap_cv": options.gap_cv if source.arrivals == "gamma" else None,
+        "looked_at": len(items),
         "shortened": load.workload.num_shortened,
         "skipped": load.workload.num_skipped,
         "mean_prompt_tokens": fmean([item.num_prompt_tokens for item in items]),
@@ -216,8 +217,9 @@ def _remarks(result: Mapping[str, Any], runs: Sequence[Run]) -> list[str]:
         remarks.append("Runs that were certain to be lost were ended: their percentiles are of what had come by then.")
     if result["limit"] and result["limit"]["is_at_least"] and not late:
         remarks.append("The targets held at every rate that was tried: the limit is at least this.")
-    if result["workload"]["shortened"]:
-        remarks.append("Requests that did not fit into the context were cut to it.")
+    if cut := result["workload"]["shortened"]:
+        share = numbers.percent(cut / result["workload"]["looked_at"])
+        remarks.append(f"{share} of the requests did not fit into the context and were cut to it.")
     if result["workload"]["skipped"]:
         remarks.append(f"{numbers.plural(result['workload']['skipped'], 'bad line')} of the trace had to be skipped.")
     return remarks

@@ -68,6 +68,14 @@ def test_a_trace_keeps_its_own_arrivals_and_begins_elsewhere_under_another_seed(
     assert made.make(2, 2.0, 1).workload.items[0].num_prompt_tokens != 100
 
 
+def test_a_trace_may_begin_with_many_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    times = [0] * 20 + [3000, 6000, 9000]
+    path.write_text("\n".join(f'{{"timestamp": {ms}, "input_length": 9, "output_length": 2}}' for ms in times))
+    load = make_source(Options(trace=path, targets=TARGETS)).make(50, 2.0, 0)
+    assert load.workload.requests_per_second == pytest.approx(2.0)
+
+
 def test_a_short_trace_is_begun_again_at_its_end() -> None:
     items = (WorkItem(0.0, 10, 1), WorkItem(3.0, 20, 2))
     taken = Recorded(Workload("two", items)).take(5, 0)

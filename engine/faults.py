@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,12 +28,35 @@ class Notice:
     Attributes:
         kind: `fault` (a step failed), `memory` (it lacked some) or `integrity` (the state contradicted itself).
         text: a sentence for people, without anything of a request.
-        changes: live limits that were lowered, with their old and new values.
+        changes: live limits that were lowered or raised, with their old and new values.
     """
 
     kind: str
     text: str
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+
+class Seldom:
+    """Lets what is told of again and again through once a second for each kind, and counts the rest."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+        self._untold: dict[str, int] = {}
+
+    def ask(self, kind: str, now: float) -> int | None:
+        """How many of a kind were not told of since the last one that was; `None` where this one is not to be."""
+        if now < self._told.get(kind, -math.inf) + 1.0:
+            self._untold[kind] = self._untold.get(kind, 0) + 1
+            return None
+        self._told[kind] = now
+        return self._untold.pop(kind, 0)
+
+
+def let_go(error: BaseException | None) -> None:
+    """Clear what the frames of a traceback hold, and of those that led to it: a step's tensors may be among it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def lacks_memory(error: BaseException) -> bool:

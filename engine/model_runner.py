@@ -74,6 +74,7 @@ class ModelRunner:
         self._watch = Stopwatch()
         self._sample_rows: SampleRows = sample_rows
         self.kv_caches: list[torch.Tensor] = []
+        self._num_blocks = 0
         self._rows: InputBatch
 
     @property
@@ -110,6 +111,7 @@ class ModelRunner:
     @torch.inference_mode()
     def allocate_cache(self, num_blocks: int) -> None:
         """Make room for `num_blocks` blocks; what was cached before is gone."""
+        self._num_blocks = num_blocks
         self.kv_caches = self._make_caches(num_blocks)
         self._rows = self._make_rows(self._max_num_seqs, num_blocks)
 
@@ -117,11 +119,11 @@ class ModelRunner:
     def reset(self) -> None:
         """Begin with an empty cache and empty rows; what a step that failed wrote is nowhere any more.
 
-        The memory is given back before there is new, of which only what is written takes any.
+        The memory is given back before there is new, of which only what is written takes any; whoever calls has let go
+        of the step that failed. What fails here can be tried once more.
         """
-        num_blocks = len(self.kv_caches[0]) - NUM_SPARE_BLOCKS
         self.kv_caches.clear()
-        self.allocate_cache(num_blocks)
+        self.allocate_cache(self._num_blocks)
 
     def warm_up(self) -> None:
         """Run a short chunk and a single token once, so that the first request finds threads and kernels prepared."""

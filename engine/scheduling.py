@@ -11,7 +11,7 @@ import trio
 
 from engine.batch import Ending, StepUpdate
 from engine.errors import EngineError
-from engine.faults import IntegrityError
+from engine.faults import IntegrityError, let_go
 from engine.messages import Add, End, SetLimits, StepResult
 from engine.panics import without_panic
 from engine.recovery import Recovery
@@ -139,6 +139,7 @@ class Scheduling:
     async def _turn(self) -> None:
         self.turn_started = trio.current_time()
         await self._apply_commands()
+        self._recovery.raise_limits(self.turn_started)
         batch = self.scheduler.schedule(trio.current_time())
         if not batch.is_empty:
             self.batch = batch
@@ -146,11 +147,7 @@ class Scheduling:
             if self._recovery.is_trying:
                 await self._look_at_trial()
         elif self.scheduler.look_again_at is not None:
-            command: Command | None = None
-            with trio.move_on_at(self.scheduler.look_again_at):
-                command = await self._commands.receive()
-            if command is not None:  # outside: half of a command must not be cancelled
-                await self._apply(command)
+            await self._wait(self.scheduler.look_again_at)
         elif self._recovery.is_trying:
             await self._look_at_trial(is_stuck=True)
         elif self.scheduler.num_waiting:
@@ -159,7 +156,15 @@ class Scheduling:
             if self.turn_started - self._checked >= CHECK_SECONDS:
                 self._checked = self.turn_started
                 _check(self.scheduler.check_integrity)
-            await self._apply(await self._commands.receive())
+            await self._wait(self._recovery.raises_at)
+
+    async def _wait(self, until: float) -> None:
+        """For a command, but not for ever."""
+        command: Command | None = None
+        with trio.move_on_at(until):
+            command = await self._commands.receive()
+        if command is not None:  # outside: half of a command must not be cancelled
+            await self._apply(command)
 
     async def _tell(self, result: StepResult) -> None:
         """Hand a result on. The next step is not to wait for whoever takes it, unless that one lags far behind."""
@@ -214,49 +219,63 @@ class Scheduling:
         try:
             await self._recover(error)
         except Exception as failure:
-            await self._end(f"the state could not be made anew after a fault: {type(failure).__name__}", failure)
+            await self._end(
+                f"the engine's state could not be made anew after a fault: {type(failure).__name__}", failure
+            )
         if self._recovery.is_hopeless:
             await self._end(self._recovery.why_hopeless(error), error)
 
     async def _recover(self, error: Exception) -> None:
         """Make everything anew after a fault, wherever in a turn that was; what it had done so far is told as usual."""
-        batch, update = self.batch, self._update
+        now, batch, update = trio.current_time(), self.batch, self._update
         self.batch, self._update = None, StepUpdate.empty()
-        lost = self._recovery.begin_anew(error, batch, update)
-        now = trio.current_time()
+        lost = self._recovery.begin_anew(error, batch, update, now)
         self._let_go(update, now)
         preempted = lost if batch is None else [*batch.preempted, *lost]
         self._requests.preempt(preempted, now)
-        await self._call(self._runner.reset)
+        await self._reset()
         await self._tell(StepResult(now, now, update, () if batch is None else _seated(batch), tuple(preempted)))
         if isinstance(self._command, End):  # it was lost with the state it could not be applied to
             await self._apply(self._command)
 
+    async def _reset(self) -> None:
+        """Make the runner's memory anew. What failed may have held some until now, so this has a second try."""
+        try:
+            await self._call(self._runner.reset)
+        except Exception as error:
+            log.exception("the runner's memory could not be made anew, which is tried once more")
+            let_go(error)
+            await self._call(self._runner.reset)
+
     async def _look_at_trial(self, *, is_stuck: bool = False) -> None:
-        now, update = trio.current_time(), StepUpdate.empty()
-        passed = self._recovery.look(update, is_stuck=is_stuck)
-        self._let_go(update, now)
+        now = trio.current_time()
+        passed = self._recovery.look(now, is_stuck=is_stuck)
         self._requests.preempt(passed, now)
-        if passed or update.endings:
-            await self._tell(StepResult(now, now, update, (), tuple(passed)))
+        if passed:
+            await self._tell(StepResult(now, now, StepUpdate.empty(), (), tuple(passed)))
 
     async def _end(self, why: str, error: Exception) -> NoReturn:
         """Tell everybody who is inside, and who still comes in, that it is over."""
         self.broken = why
         log.critical("%s", why)
+        farewell = f"The engine cannot go on and ends: {type(error).__name__}."
         with trio.move_on_after(FAREWELL_SECONDS):
+            # The scheduler's state may be torn, so it is only asked who there is.
+            for sequence in [*self.scheduler.sequences]:
+                await self._part(sequence, farewell)
             while True:
-                for sequence in [*self.scheduler.sequences]:
-                    await self._fail(sequence, f"The engine cannot go on and ends: {type(error).__name__}.")
-                await self._apply(await self._commands.receive())
+                match await self._commands.receive():
+                    case Add(sequence):
+                        await self._part(sequence, farewell)
+                    case SetLimits(done=done):
+                        done.set()
         raise EngineError(why) from error
 
-    async def _fail(self, sequence: Sequence, why: str) -> None:
-        """End one with an error between two steps."""
-        now, sequence_id = trio.current_time(), sequence.sequence_id
-        self.scheduler.abort(sequence_id, FinishReason.ERROR)
-        self._requests.leave(sequence_id, now)
-        await self._results.send(_ending(sequence_id, FinishReason.ERROR, now, why))
+    async def _part(self, sequence: Sequence, why: str) -> None:
+        """Tell that one has ended with an error."""
+        now = trio.current_time()
+        await self._results.send(_ending(sequence.sequence_id, FinishReason.ERROR, now, why))
+        self._requests.leave(sequence.sequence_id, now)
 
     def _give_up_on_first(self) -> StepResult:
         """Something waits, nothing runs and nothing could be seated: never wait for ever, fail exactly one request."""
@@ -309,7 +328,8 @@ class Scheduling:
             self.scheduler.add(sequence)
         except Exception:
             log.exception("request %s could not be let in", sequence.request_id)
-            await self._fail(sequence, "The request could not be scheduled.")
+            self.scheduler.abort(sequence.sequence_id, FinishReason.ERROR)
+            await self._part(sequence, "The request could not be scheduled.")
 
 
 def _check(check: Callable[[], None]) -> None:

@@ -12,46 +12,49 @@ if TYPE_CHECKING:
 CONTROL: Final = 0
 CONTROL_TOKENS: Final = 2
 MAX_FAILED_CONTROLS: Final = 3
+MAX_STRIKES: Final = 6
 
 
 class Verdict(Enum):
     """What came out of a trial."""
 
     INNOCENT = "nothing failed again"
-    GUILTY = "one fails alone, while the engine's own request does not"
-    TOO_MANY = "they fail together and not apart"
+    GUILTY = "one fails alone again, while the engine's own request does not"
+    TOO_MANY = "they fail together again, and not apart"
 
 
 class Trials:
     """Decides who is tried next after a step has failed, and when that is over. Pure: it is told what happened.
 
     1. The sequences of a step that failed are tried again together, and nobody beside them: most faults pass.
-    2. If that fails too, each half of those in the step is tried alone, then the halves of the half that fails.
+    2. If that fails too, each half of those in the step is tried alone, then the halves of the half that fails. If
+       neither half fails, all are tried once more; if they fail, they are too many at once.
     3. One that fails alone is accused. Then the engine's own request is tried, which has no token in common with
-       anybody's. If that is answered, the accused fails, alone, and everybody else goes on.
+       anybody's, and after it the accused once more. If that fails again, the accused ends with an error, alone.
     4. If the engine's own request fails, no request is to blame, and the accused is tried once more. When that has
        happened `MAX_FAILED_CONTROLS` times in a row, the engine is broken and has to end. So whoever sends one
        poisonous request again and again gets an error each time and ends nothing, while an engine that cannot
-       answer anybody ends with the first request that finds out.
+       answer anybody ends with the first request that finds out. Where a step failed with nobody in it, the engine's
+       own request is all that is tried.
 
     A group has passed when each of it has computed, without a failure, the tokens at which the step failed and one
-    more: what was known is read again as a prompt is, and what fails may do so only where an answer is continued. One
-    request among n is found within log2(n) + 2 failed steps.
+    more: what was known is read again as a prompt is, and what fails may do so only where an answer is continued. Some
+    fail only there and only at some places, and pass so. Each fault in a row that a sequence had part in is a strike,
+    and each strike doubles the tokens it has to come further, up to 2 ** `MAX_STRIKES`. One request among n is found
+    within log2(n) + 3 failed steps.
 
     Attributes:
         group: who is tried now, with the number of tokens each has to compute; empty when nobody is.
-        accused: who failed alone.
-        num_apart: after `TOO_MANY`, how many at once did not fail.
+        accused: who failed alone; `CONTROL` is nobody.
     """
 
     def __init__(self) -> None:
         self.group: Mapping[int, int] = {}
         self.accused = CONTROL
-        self.num_apart = 0
-        self._goal = 0  # of the accused
-        self._other_half: Mapping[int, int] = {}
-        self._first_half: Mapping[int, int] = {}  # when it has passed
+        self._still: list[Mapping[int, int]] = []  # to try after `group`; the last of them confirms what was found
+        self._is_confirming = False
         self._passed: set[int] = set()  # of the group
+        self._strikes: dict[int, int] = {}
         self._num_failed_controls = 0
 
     @property
@@ -59,28 +62,38 @@ class Trials:
         """Whether the engine's own request failed so often that the engine has to end."""
         return self._num_failed_controls >= MAX_FAILED_CONTROLS
 
-    def fail(self, suspects: Mapping[int, int]) -> None:
-        """A step failed.
+    def fail(self, suspects: Mapping[int, int]) -> Verdict | None:
+        """A step failed; `group` is another afterwards.
 
         Args:
             suspects: the sequences in it, with the number of tokens each would have computed; where nothing was
                 planned, all that could have been. None of them is one outside of the group that is being tried.
+
+        Returns:
+            What came out when the trial is over, else `None`.
         """
-        if CONTROL in suspects:
-            self._num_failed_controls += 1
-            self._try({self.accused: self._goal})
-        elif not suspects:
-            self._num_failed_controls += 1
-        elif not self.group:
-            self._num_failed_controls = 0
-            self._try(suspects)
-        elif len(suspects) == 1:
-            [(self.accused, self._goal)] = suspects.items()
+        if not self.group:
+            self.accused = CONTROL
+            self._strikes = {sequence_id: self._strikes.get(sequence_id, 0) + 1 for sequence_id in suspects}
+        goals = {sequence_id: at + 1 + self._further(sequence_id) for sequence_id, at in suspects.items()}
+        again = self._is_confirming and not self._still and len(goals) == len(self.group)
+        if CONTROL in goals:
+            return self._fail_control(suspects[CONTROL])
+        if not goals:
             self._try({CONTROL: CONTROL_TOKENS})
+        elif not self.group:
+            self._try(goals)
+        elif again:
+            self._end()
+            return Verdict.GUILTY if len(goals) == 1 else Verdict.TOO_MANY
+        elif len(goals) == 1:
+            [self.accused] = goals
+            self._try({CONTROL: CONTROL_TOKENS + self._further(self.accused)}, goals)
         else:
-            items = [*suspects.items()]
+            items = [*goals.items()]
             middle = (len(items) + 1) // 2
-            self._try(dict(items[:middle]), dict(items[middle:]))
+            self._try(dict(items[:middle]), dict(items[middle:]), goals)
+        return None
 
     def look(self, num_computed: Callable[[int], int | None], *, is_stuck: bool = False) -> Verdict | None:
         """A step did not fail; `group` may be another afterwards.
@@ -98,22 +111,30 @@ class Trials:
                 self._passed.add(sequence_id)
         if len(self._passed) < len(self.group):
             return None
-        if CONTROL in self.group:
-            self._num_failed_controls = 0
-            self._try({})
-            return Verdict.GUILTY
-        if self._other_half:
-            first_half = self.group
-            self._try(self._other_half)
-            self._first_half = first_half
+        if self._still:
+            self.group, *self._still = self._still
+            self._passed = set()
             return None
-        together = [*self._first_half, *self.group] if self._first_half and not is_stuck else []
-        self.num_apart = len(self._first_half)
-        self._try({})
-        if together and all(num_computed(sequence_id) is not None for sequence_id in together):
-            return Verdict.TOO_MANY
+        self._end()
         return Verdict.INNOCENT
 
-    def _try(self, group: Mapping[int, int], other_half: Mapping[int, int] | None = None) -> None:
-        self.group, self._other_half, self._first_half = group, other_half or {}, {}
+    def _fail_control(self, num_tokens: int) -> Verdict | None:
+        if num_tokens > CONTROL_TOKENS:
+            # It was answered, and failed where it had to come further than ever: this fault is anybody's.
+            self._end()
+            return Verdict.INNOCENT
+        self._num_failed_controls += 1
+        self._try(self._still[-1] if self._still else {CONTROL: CONTROL_TOKENS})
+        return None
+
+    def _further(self, sequence_id: int) -> int:
+        """Tokens that a sequence has to compute behind the first one after the fault."""
+        return (1 << min(self._strikes.get(sequence_id, 1), MAX_STRIKES)) - 2
+
+    def _try(self, group: Mapping[int, int], *still: Mapping[int, int]) -> None:
+        self.group, self._still, self._is_confirming = group, [*still], bool(still)
         self._passed = set()
+
+    def _end(self) -> None:
+        self._try({})
+        self._num_failed_controls = 0

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -21,6 +22,7 @@ from engine.errors import ConstraintError
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import SamplingParams
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_server
+from tests.app.wire import wait_for
 from tests.fakes import FakeRunner, Poison
 
 if TYPE_CHECKING:
@@ -140,9 +142,12 @@ async def test_each_request_that_ended_has_a_line(caplog: pytest.LogCaptureFixtu
 async def test_who_leaves_and_what_fails_is_told_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "relevo.requests")
     async with open_server(runner=FakeRunner(256, 4, before_step=Poison()), step_seconds=0.01) as server:
-        with trio.move_on_after(0.1):
-            await server.client.post(CHAT, json=chat_body(max_tokens=400))
-        await server.client.post(CHAT, json=chat_body(max_tokens=400, timeout=0.05))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(server.client.post, CHAT, json=chat_body(max_tokens=400)))
+            await wait_for(lambda: server.engine.snapshot()["requests"]["running"] == 1)
+            nursery.cancel_scope.cancel()
+        await server.settle()
+        await server.client.post(CHAT, json=chat_body(max_tokens=400, timeout=0.2))
         await server.client.post(CHAT, json=chat_body("poison"))
         await server.settle()
     ended = [(line["finish_reason"], line["abort_cause"]) for line in told(caplog, "finished")]

@@ -118,7 +118,7 @@ def longest_hold(engine: Engine, data: bytes) -> float:
 
 
 async def test_no_body_holds_the_event_loop() -> None:
-    """Nor does it take many times what the standard parser needs for `turns`, which is measured beside it: about 2 ms."""
+    """None takes many times what the standard parser needs for `turns`, measured beside it: about 2 ms."""
     async with open_fake_engine(max_model_len=CONTEXT, num_blocks=4096) as engine:
         for name, data in WORST.items():
             pairs = [(longest_hold(engine, data), seconds(partial(json.loads, WORST["turns"]))) for _ in range(5)]

@@ -30,7 +30,9 @@ CLONE_NEWNET = 0x40000000
 NEAR, FAR = "10.213.77.1", "10.213.77.2"
 # As `listening` has them, but shorter.
 IDLE_SECONDS, INTERVAL_SECONDS, PROBES, USER_TIMEOUT_SECONDS = 1, 1, 2, 3
-NEIGHBOUR_TOKENS = 400
+# At 20 ms each it is served for twice as long as the others take to be noticed.
+NEIGHBOUR_TOKENS = 600
+ROOM: dict[str, Any] = {"max_model_len": 1024, "num_blocks": 1024}
 KEY = {"Authorization": "Bearer mine"}
 
 
@@ -103,7 +105,9 @@ async def test_who_vanishes_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(listening, "USER_TIMEOUT_SECONDS", USER_TIMEOUT_SECONDS)
     with open_far_side() as far_side:
         settings = make_settings(security={"api_keys": ["me=mine"]})
-        async with open_server(settings, host="0.0.0.0", limits={"max_num_seqs": 5}, step_seconds=0.02) as server:
+        async with open_server(
+            settings, host="0.0.0.0", limits={"max_num_seqs": 5}, step_seconds=0.02, **ROOM
+        ) as server:
             await trio.testing.wait_all_tasks_blocked(0.01)
             before = count_tasks()
             local = await trio.open_tcp_stream("127.0.0.1", server.port)

@@ -6,7 +6,9 @@ import gc
 import random
 import weakref
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,9 @@ from engine.batch import Padding, ScheduledBatch, Seated
 from engine.sequence import SamplingParams
 from tests.fake_checkpoint import GREEDY, FakeCheckpoint, Table, make_checkpoint, make_runner
 from tests.fakes import VOCAB_SIZE, OneOf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CHUNKS = (1, 2, 3, 5, 11, 64)
 OPTIONS = tuple(b"%c and %c, then a long rest of it" % (a, b) for a in b"xyz" for b in b"pqr")
@@ -161,7 +166,22 @@ def test_a_sequence_that_cannot_be_given_its_seat_fails_alone_and_leaves_nothing
     assert [guest.output for guest in (good, *late)] == [alone(tiny, [5, 6, 7], 4, GREEDY)] * 3
 
 
-def test_after_a_reset_nothing_is_left_of_what_a_step_wrote(tiny: FakeCheckpoint) -> None:
+def scarce(allocate: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """There is memory for so many calls, and no more."""
+    left = iter(range(calls))
+
+    def allocates(*args: Any, **kwargs: Any) -> Any:
+        if next(left, None) is None:
+            raise MemoryError("none is left")
+        return allocate(*args, **kwargs)
+
+    return allocates
+
+
+def test_after_a_reset_nothing_is_left_of_what_a_step_wrote(
+    tiny: FakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is no memory for it the first time."""
     runner = make_runner(tiny, num_blocks=8)
     before = Table(runner, num_blocks=8, block_size=4, seats=4, chunks=(64,))
     before.seat([1, 2, 3, 4, 5, 6], 9)
@@ -169,6 +189,10 @@ def test_after_a_reset_nothing_is_left_of_what_a_step_wrote(tiny: FakeCheckpoint
     with torch.inference_mode():
         for kv_cache in runner.kv_caches:
             kv_cache.fill_(float("nan"))
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", scarce(np.zeros, calls=1))
+        with pytest.raises(MemoryError):
+            runner.reset()
     runner.reset()
     table = Table(runner, num_blocks=8, block_size=4, seats=4, chunks=(3,))
     guests = [table.seat([7, 6, 5], 5), table.seat([1, 2, 3, 4], 5)]

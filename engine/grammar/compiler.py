@@ -26,6 +26,7 @@ MAX_REMEMBERED: Final = 64
 PLACE: Final = re.compile(r"at (?P<line>\d{1,9})\(\d+\): (?:failed to compile JSON schema: )?")
 # So many are tried at once; those that wait for their turn hold up no plain ones.
 MAX_TRIED: Final = 2
+DIGITS: Final = {"d": "[0-9]", "D": "[^0-9]"}
 
 
 class GrammarCompiler:
@@ -104,9 +105,9 @@ class GrammarCompiler:
             case "schema":
                 body: dict[str, Any] = {"json_schema": json.loads(spec.text)}
             case "regex":
-                body = json.loads(guarded(llguidance.LLMatcher.grammar_from_regex, _unanchored(spec.text)))["grammars"][
-                    0
-                ]
+                body = json.loads(
+                    guarded(llguidance.LLMatcher.grammar_from_regex, _plain_digits(_unanchored(spec.text)))
+                )["grammars"][0]
             case "lark":
                 body = {"lark_grammar": spec.text}
         if spec.thinking is None:
@@ -150,6 +151,11 @@ def _refusal(spec: GrammarSpec, why: str) -> InvalidRequestError:
         why = why[place.end() :]
         param = dict(enumerate(spec.places, 1)).get(int(place["line"]), param)
     return InvalidRequestError(f"'{param}' cannot be used: {why.rstrip('.')}.", param=param)
+
+
+def _plain_digits(regex: str) -> str:
+    r"""With `\d` for the ten digits, as a `pattern` of JSON Schema has it; Unicode has hundreds, which nobody means."""
+    return re.sub(r"\\(.)", lambda escape: DIGITS.get(escape[1], escape[0]), regex, flags=re.DOTALL)
 
 
 def _unanchored(regex: str) -> str:

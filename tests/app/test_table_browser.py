@@ -124,6 +124,8 @@ def test_the_arrow_keys_go_from_cell_to_cell_and_back_in_time(page: Page, busy: 
     page.keyboard.press(" ")
     until(page, f"{NEWEST} === {newest}")
     page.keyboard.press("ArrowLeft")
+    if page.locator("#cell-request").is_hidden():  # it was the other seat that computed last
+        page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile("/ops/requests/[0-9]+$"))
 

@@ -105,9 +105,8 @@ class GrammarCompiler:
             case "schema":
                 body: dict[str, Any] = {"json_schema": json.loads(spec.text)}
             case "regex":
-                body = json.loads(
-                    guarded(llguidance.LLMatcher.grammar_from_regex, _plain_digits(_unanchored(spec.text)))
-                )["grammars"][0]
+                regex = _plain_digits(_unanchored(spec.text))
+                body = json.loads(guarded(llguidance.LLMatcher.grammar_from_regex, regex))["grammars"][0]
             case "lark":
                 body = {"lark_grammar": spec.text}
         if spec.thinking is None:

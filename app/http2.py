@@ -192,6 +192,9 @@ class Http2(H2Protocol):
                 await self._flush()
                 await self.send(Closed())
                 return
+            # Nobody is called for what is over before it was looked at; while the server ends, it could not be reset.
+            over = fresh & {*resets}
+            events = [e for e in events if not (isinstance(e, RequestReceived) and e.stream_id in over)]
         await super()._handle_events(events)
         if resets:
             await self.send(Updated(idle=self.idle))

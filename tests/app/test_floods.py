@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h2.errors
 import h2.events
@@ -162,3 +162,31 @@ async def test_who_takes_everything_back_at_once_loses_the_connection(monkeypatc
             await client.read_event(h2.events.ConnectionTerminated, 0)
             assert client.events[-1].error_code == h2.errors.ErrorCodes.ENHANCE_YOUR_CALM
         await server.settle()
+
+
+async def test_nobody_is_called_for_what_is_over_before_it_was_looked_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also while the server ends, when it resets what comes."""
+    called: list[int] = []
+
+    class Stream(http2.HTTPStream):
+        async def handle(self, event: Any) -> None:
+            called.append(self.stream_id)
+            await super().handle(event)
+
+    monkeypatch.setattr(http2, "HTTPStream", Stream)
+    async with open_server() as server, await connect(server.port) as stream:
+        client = Http2Client(stream)
+        await client.ask(chat_body(max_tokens=400, stream=True), {})
+        await client.read_event(h2.events.ResponseReceived)
+        for stream_id in (3, 5):
+            client.connection.send_headers(stream_id, HEALTHZ, end_stream=True)
+            client.connection.reset_stream(stream_id)
+            await client.flush()
+            server.context.lifecycle.stopped.set()
+            await trio.sleep(0.05)
+        await client.reset_stream()
+        await server.settle()
+    assert set(called) == {1}
+    assert not caplog.records

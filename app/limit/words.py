@@ -15,6 +15,17 @@ LATENCIES: Final = {"ttft": "first token", "itl": "gap", "e2e": "answer"}
 NAMES: Final = {"ttft": "the first token", "itl": "the gaps between tokens", "e2e": "the whole answer"}
 
 
+# What happens where a promise is not kept; {of} names the class of work where there are several.
+BROKEN: Final = {
+    "ttft": "first tokens{of} come too late",
+    "itl": "gaps between tokens{of} are too long",
+    "e2e": "whole answers{of} take too long",
+    "errors": "too many requests fail",
+    "waiting grows": "the wait grows",
+    "preemptions": "preemptions repeat",
+}
+
+
 def lines_of(result: Mapping[str, Any]) -> list[str]:
     """Everything, for a terminal about 150 columns wide."""
     return [
@@ -140,8 +151,8 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _broken_words(promise: str) -> str:
-    name, of, rest = promise.partition(" of ")
-    return f"{NAMES[name]}{of}{rest} is late" if name in NAMES else promise
+    name, of, work_class = promise.partition(" of ")
+    return BROKEN[name].format(of=of + work_class)
 
 
 def _single_line(result: Mapping[str, Any]) -> list[str]:

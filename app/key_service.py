@@ -100,13 +100,20 @@ class KeyService:
         await self._change(store, store.forget_revoked)
 
     async def run(self) -> None:
-        """Keep memory and disk the same, for ever."""
+        """Keep memory and disk the same, for ever; what goes wrong is told once, until something else does."""
+        told: str | None = None
         while self._store is not None:
             await trio.sleep(SYNC_SECONDS)
             try:
                 await self.sync(self._store)
             except StateError as error:
-                log.warning("the API keys on disk could not be looked at: %s", error)
+                if str(error) != told:
+                    log.warning("the API keys on disk cannot be kept up to date, which is tried again: %s", error)
+                told = str(error)
+            else:
+                if told is not None:
+                    log.warning("the API keys on disk are kept up to date again")
+                told = None
 
     async def sync(self, store: KeyStore) -> None:
         """Write down when keys were used, and take over what another server has changed.

@@ -24,6 +24,10 @@ FILE_NAME: Final = "relevo.db"
 SCHEMA_VERSION: Final = 1
 # Another server on the same folder may be writing.
 BUSY_SECONDS: Final = 5.0
+# Full, sick or not to be written to: what is there may still be read, and where nothing is, nobody has keys.
+_UNWRITABLE: Final = frozenset(
+    {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
+)
 _SCHEMA: Final = """
 CREATE TABLE keys (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -159,7 +163,7 @@ def open_store(folder: Path) -> Opened:
     try:
         connection = _connect(path)
     except sqlite3.Error as error:
-        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+        if error.sqlite_errorcode & 0xFF in _UNWRITABLE:
             return _open_as_it_is(path, str(error))
         raise _unreadable(path, str(error)) from None
     return _read(path, connection, None)
@@ -204,7 +208,9 @@ def _open_as_it_is(path: Path, why: str) -> Opened:
         if journal.is_file() and journal.stat().st_size:  # changes that only a writer can bring in
             raise _unreadable(path, why)
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True, check_same_thread=False)
-        _version_of(connection, path)
+        if _version_of(connection, path) == 0:  # begun on a full disk: no key was ever in it
+            connection.close()
+            return Opened(None, problem)
     except (sqlite3.Error, OSError) as error:
         if connection is not None:
             connection.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
+import resource
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -107,6 +109,20 @@ async def test_without_a_place_to_write_the_server_runs_and_the_page_says_why(tm
         assert (await server.client.delete("/admin/keys")).status_code == 503
 
 
+@pytest.mark.parametrize("room", [0, 512, 4096, 8192])
+async def test_on_a_full_disk_the_server_runs_and_the_page_says_why(tmp_path: Path, room: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        async with serve(tmp_path) as server:
+            assert await asks(server) == 200
+            assert "cannot be written" in (await listed(server))["problem"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    async with serve(tmp_path) as server:
+        assert await asks(server, await make(server, "alice")) == 200, "what was begun on the full disk is in no way"
+
+
 async def test_keys_that_can_be_read_and_not_written_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve(tmp_path) as server:
         secret = await make(server, "alice")
@@ -200,6 +216,29 @@ async def test_a_disk_that_fails_later_is_told_and_a_revoked_key_is_refused_all_
         assert (await server.client.delete("/admin/keys/1")).status_code == 200
     async with serve(tmp_path) as server:
         assert await asks(server, secret) == 401
+
+
+async def test_a_disk_that_stays_full_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(key_service, "SYNC_SECONDS", 0.01)
+    problems = iter(["disk is full"] * 3 + ["disk I/O error"] * 2)
+    all_told = trio.Event()
+
+    def version(_: object) -> int:
+        problem = next(problems, None)
+        if problem is not None:
+            raise StateError(problem)
+        trio.from_thread.run_sync(all_told.set)
+        return 0
+
+    with caplog.at_level(logging.WARNING, "relevo.keys"):
+        async with serve(tmp_path):
+            monkeypatch.setattr("app.key_store.KeyStore.version", version)
+            await all_told.wait()
+            await trio.sleep(0.05)
+    told = [re.sub(r".*: ", "", record.getMessage()) for record in caplog.records]
+    assert told == ["disk is full", "disk I/O error", "the API keys on disk are kept up to date again"]
 
 
 def test_the_folder_follows_xdg() -> None:

@@ -3,7 +3,8 @@
     python -m tests.bench.ops_tick [--seats 256] [--blocks 100000] [--minutes 15]
 
 What is drawn comes from a made-up engine: every seat taken, a queue, and windows full of samples. The engine's own
-numbers are asked of a real one over the fake model, with as many on its seats. Medians.
+numbers are asked of a real one over the fake model, with as many on its seats. Medians, and the least of all ticks, which
+is what counts where others use the machine.
 """
 
 from __future__ import annotations
@@ -103,9 +104,12 @@ async def measure(options: argparse.Namespace) -> None:
     watch = Watch()
     await watch_engine(options, watch)
     await watch_pages(options, watch)
+    totals = [0.0, 0.0]
     for name, taken in watch.seconds.items():
-        print(f"{name:26} {median(taken) * 1e3:8.2f} ms")
-    print(f"{'all':26} {sum(map(median, watch.seconds.values())) * 1e3:8.2f} ms")
+        middle, least = median(taken) * 1e3, min(taken) * 1e3
+        totals = [totals[0] + middle, totals[1] + least]
+        print(f"{name:26} {middle:8.2f} {least:8.2f} ms")
+    print(f"{'all':26} {totals[0]:8.2f} {totals[1]:8.2f} ms")
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     python -m tests.bench.ops_tick [--seats 256] [--blocks 100000] [--minutes 15]
 
 What is drawn comes from a made-up engine: every seat taken, a queue, and windows full of samples. The engine's own
-numbers are asked of a real one over the fake model, with as many on its seats. Medians, and the least of all ticks, which
-is what counts where others use the machine.
+numbers are asked of a real one over the fake model, with as many on its seats. Medians, and the least of all ticks,
+which is what counts where others use the machine.
 """
 
 from __future__ import annotations

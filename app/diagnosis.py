@@ -75,14 +75,14 @@ def diagnose(snapshot: Mapping[str, Any], *, ready: bool, reason: str | None, mo
 
 
 def _told_once(findings: list[Finding]) -> Iterator[Finding]:
-    """What is so for the same reason is helped by the same: that is said once."""
+    """What is helped by the same: that is said once."""
     told: set[str] = set()
     for finding in findings:
-        if finding.why and finding.why in told:
+        if finding.help and finding.help in told:
             yield replace(finding, help="", setting=None)
         else:
             yield finding
-            told.add(finding.why)
+            told.add(finding.help)
 
 
 def _state(ready: bool, reason: str | None) -> Iterator[Finding]:
@@ -108,11 +108,19 @@ def _failures(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]
         what = f"{numbers.plural(broken, 'request')} failed in {_window(snapshot)}"
         yield Finding("bad", what, "an error ended them", "See the log.")
     if late:
-        advice = Advice("their deadline came before their end; nobody waits now")
-        if snapshot["requests"]["waiting"]:
-            advice = _advice_on_waiting(snapshot, snapshot, most_seats)
-        what = f"{numbers.plural(late, 'request')} ran out of time in {_window(snapshot)}"
-        yield Finding("bad", what, advice.why, advice.help, advice.setting)
+        yield _out_of_time(snapshot, late, sum(ended["timed_out_queued"] for ended in both), most_seats)
+
+
+def _out_of_time(snapshot: Mapping[str, Any], late: int, queued: int, most_seats: int) -> Finding:
+    """By where they were when their deadline came, `queued` without a seat; that is all that is known of why."""
+    what = f"{numbers.plural(late, 'request')} ran out of time in {_window(snapshot)}"
+    why = f"when the deadline came {numbers.count(queued)} had no seat yet, and {numbers.count(late - queued)} had one"
+    if not snapshot["requests"]["waiting"]:
+        return Finding("bad", what, f"{why}; nobody waits now")
+    advice = _advice_on_waiting(snapshot, snapshot, most_seats)
+    why += f"; now {advice.why}"
+    # What helps those who wait now would not have helped those who had their seat.
+    return Finding("bad", what, why, advice.help, advice.setting) if 2 * queued > late else Finding("bad", what, why)
 
 
 def _refusals(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]:
@@ -123,11 +131,13 @@ def _refusals(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]
         if not amount:
             continue
         what = f"{numbers.plural(amount, 'request')} refused in {_window(snapshot)}"
+        room = f"the queue had no room for them; {numbers.percent(filled)} of it is taken now"
         if reason == "queue_full" and filled >= NEARLY_FULL:
             advice = _advice_on_waiting(snapshot, snapshot, most_seats)
-            yield Finding("bad", f"{what}, and the queue is full", advice.why, advice.help, advice.setting)
+            what += ", and the queue is full" if filled >= 1 else f": {room}"
+            yield Finding("bad", what, advice.why, advice.help, advice.setting)
         elif reason == "queue_full":
-            yield Finding("warn", what, f"the queue was full; {numbers.percent(filled)} of it is taken now")
+            yield Finding("warn", what, room)
         else:
             yield Finding("warn", what, words.word(words.REJECTED, reason))
 

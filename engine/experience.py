@@ -77,6 +77,7 @@ def experience(work: ClassStats, now: float, seconds: int) -> dict[str, Any]:
             "finished": total["finished"],
             "failed": total["failed"],
             "timed_out": total["timed_out"],
+            "timed_out_queued": total["timed_out_queued"],
             "good": total["good"],
             "requests_per_second": round((total["finished"] + total["failed"]) / covered, 4),
         },

@@ -173,8 +173,8 @@ class ClassStats:
     Attributes:
         windows: by the name of the latency.
         outcomes: requests that came to their end, without those that were given up: `finished`, `failed` (of these
-            `timed_out`), `good` (within every target); by target `ttft_asked` and `ttft_met`, …; those that are
-            `timed`, and their seconds by `SPENT`.
+            `timed_out`, of which `timed_out_queued` had no seat yet), `good` (within every target); by target
+            `ttft_asked` and `ttft_met`, …; those that are `timed`, and their seconds by `SPENT`.
         finish_rate: requests that came to an end of their own.
         finish_token_rate: the prompt tokens of those.
     """
@@ -316,6 +316,8 @@ class Stats:
                 work = self.of(times)
                 work.record_end(times, now, failed=True)
                 work.outcomes.add(now, "timed_out")
+                if times.phase == "queued":
+                    work.outcomes.add(now, "timed_out_queued")
             return
         self._record(times, "e2e", "e2e_request_latency_seconds", now, now - times.arrival)
         if times.first_token is not None and times.last_token is not None and times.num_output_tokens > 1:

@@ -21,6 +21,7 @@ from engine.stats import RequestTimes, Stats
 from tests.fake_snapshot import FakeEngine
 
 QUIET = History(300).recent()
+NO_ROOM = "the queue had no room for them"
 
 
 def house(**changes: Any) -> dict[str, Any]:
@@ -206,7 +207,10 @@ def test_what_has_one_cause_is_helped_once() -> None:
 
 def test_a_queue_that_is_not_full_any_more_is_not_said_to_be() -> None:
     (finding,) = found(house(requests=waits(1, "seats"), recent=refused(queue_full=30)))
-    assert (finding.level, finding.why) == ("warn", "the queue was full; 0.4\N{NO-BREAK SPACE}% of it is taken now")
+    assert (finding.level, finding.why) == ("warn", f"{NO_ROOM}; 0.4\N{NO-BREAK SPACE}% of it is taken now")
+    (finding, _) = found(house(requests=waits(208, "seats"), recent=refused(queue_full=28)))
+    assert finding.level == "bad", "it may be full again in a moment"
+    assert words(finding).startswith(f"28 requests refused in 5 min: {NO_ROOM}; 81 % of it is taken now: 208 wait")
 
 
 def test_each_reason_of_a_refusal_is_told_by_its_name() -> None:
@@ -224,8 +228,19 @@ def test_who_ran_out_of_time_is_no_error_but_waited_too_long() -> None:
     late = house(requests=waits(14, "seats"), kv={"usage": 0.1}) | all_experience(stats, 50.0, 300)
     (finding,) = found(late)
     assert (finding.what.startswith("9 requests ran out of time"), finding.setting) == (True, "max_num_seqs")
+    assert "9 had no seat yet, and 0 had one; now 14 wait for a seat" in finding.why
     quiet = house() | all_experience(stats, 50.0, 300)
     assert "nobody waits now" in found(quiet)[0].why
+
+
+def test_who_ran_out_of_time_on_a_seat_did_not_wait_for_one() -> None:
+    stats = Stats(SloTargets(None, None, None))
+    for number in range(2):
+        stats.record_finish(RequestTimes(number, seated=number), 50.0, "abort", "timeout")
+    late = house(requests=waits(14, "seats"), kv={"usage": 0.1}) | all_experience(stats, 50.0, 300)
+    (finding,) = found(late)
+    assert "0 had no seat yet, and 2 had one" in finding.why
+    assert (finding.help, finding.setting) == ("", None)
 
 
 def test_seats_that_were_yielded_are_no_want_of_memory() -> None:

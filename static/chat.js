@@ -194,7 +194,7 @@ async function ask(exchange, view) {
   if (running === own) {
     running = null;
     setRunning(false);
-    panel.stop();
+    panel.stop([["this answer", progress.leaving]]);
     $("live").removeAttribute("aria-busy");
     if (nearBottom()) toBottom();
   }
@@ -321,7 +321,7 @@ function stop() {
 function leave() {
   stop();
   running = null;
-  panel.stop();
+  panel.stop([]);
   $("live").removeAttribute("aria-busy");
   setRunning(false);
 }

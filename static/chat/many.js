@@ -63,7 +63,7 @@ export class Many {
     for (const pane of this.panes) pane.end(control.signal.aborted, failure);
     this.tell();
     $("panes").removeAttribute("aria-busy");
-    this.panel.stop();
+    this.panel.stop([["of these", "all have left their seats"]]);
     this.control = null;
     this.running(null);
     this.swap(false);

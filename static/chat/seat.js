@@ -30,11 +30,14 @@ export class SeatPanel {
     this.timer = setTimeout(() => this.look(), FIRST_MS);
   }
 
-  // What was seen last stays.
-  stop() {
+  // The steps that were seen last stay; the facts are those of the end: rows of a name and its value.
+  stop(end = null) {
     clearTimeout(this.timer);
     this.timer = null;
     $("seat").classList.remove("live");
+    if (end === null) return;
+    $("strip").querySelector("svg")?.setAttribute("aria-label", "The last steps that were seen before the end.");
+    tell(end);
   }
 
   async look() {
@@ -62,8 +65,7 @@ export class SeatPanel {
     const seated = seen.mine.filter((place) => place?.seat != null);
     const others = Math.max(0, seen.running - seated.length);
     $("strip").replaceChildren(draw(seen, places, this.many, this.describe(seen, seated, others)));
-    $("seat-facts").replaceChildren(...(this.many ? manyRows(seen, others) : this.oneRows(seen, others)).flatMap(
-      ([name, value]) => [element("dt", "", name), element("dd", "", value)]));
+    tell(this.many ? manyRows(seen, others) : this.oneRows(seen, others));
     this.onPlaces(seen.mine, places, seen.seats);
   }
 
@@ -88,6 +90,10 @@ export class SeatPanel {
     if (place.cached_tokens) rows.push(["from the cache", `${place.cached_tokens} of ${plural(place.prompt_tokens, "token")}`]);
     return rows;
   }
+}
+
+function tell(rows) {
+  $("seat-facts").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", "", name), element("dd", "", value)]));
 }
 
 function manyRows(seen, others) {

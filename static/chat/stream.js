@@ -66,14 +66,20 @@ export class Progress {
     return this.tokens > 1 && this.last > this.first ? (this.tokens - 1) / ((this.last - this.first) / 1000) : null;
   }
 
+  // A stopped answer has no usage; a piece is a token or a few, so what was seen is the least there were.
+  get about() { return this.usage ? "" : "about "; }
+
+  // How an answer that has ended left the table.
+  get leaving() {
+    return this.first === null ? "ended before its first token" : `left its seat after ${this.about}${plural(this.tokens, "token")}`;
+  }
+
   // What is told below an answer that has ended; `stopped` is by the reader.
   facts(stopped) {
     const list = [];
     if (this.first !== null) list.push(`${seconds(this.first - this.begun)} to first token`);
-    // A stopped answer has no usage; a piece is a token or a few, so what was seen is the least there were.
-    const about = this.usage ? "" : "about ";
-    if (this.rate !== null) list.push(`${about}${this.rate.toFixed(1)} tokens/s`);
-    if (this.tokens || this.usage) list.push(about + plural(this.tokens, "token"));
+    if (this.rate !== null) list.push(`${this.about}${this.rate.toFixed(1)} tokens/s`);
+    if (this.tokens || this.usage) list.push(this.about + plural(this.tokens, "token"));
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens;
       list.push(plural(this.usage.prompt_tokens, "prompt token") + (cached ? `, ${cached} from the cache` : ""));

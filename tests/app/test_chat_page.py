@@ -527,6 +527,9 @@ def test_ones_seat_is_shown_beside_the_others(page: Page, browser: Browser, base
     polls = len(seen)
     page.wait_for_timeout(1500)
     assert len(seen) <= polls + 1
+    assert re.fullmatch(r"this answer\s+left its seat after about \d+ tokens", page.locator("#seat-facts").inner_text())
+    ask(page, "to the end", 40).get_by_role("button", name="Again").wait_for()
+    assert re.fullmatch(r"this answer\s+left its seat after 40 tokens", page.locator("#seat-facts").inner_text())
     other.context.close()
 
 

@@ -10,7 +10,7 @@ from quart import Blueprint, Response, g, jsonify, redirect, request
 from app.drawing import html_response
 from app.errors import ApiError
 from app.render.life import life_variables
-from app.render.requests import ended_row, request_row
+from app.render.requests import begins_with, ended_row, request_row
 from app.render.table import NUM_STEPS
 from app.render.templates import make_environment
 from engine.request_log import MAX_FINISHED
@@ -111,11 +111,13 @@ def table_blueprint(context: Context) -> Blueprint:
 
 
 def _found(requests: RequestView, asked: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Those that are open and those that have ended, of that id where one is asked for."""
+    """Those that are open and those that have ended; of that id where one is asked for, in full or as pages show it."""
     opened, ended = requests.open(), requests.finished()
     if not asked:
         return opened, ended
-    return [line for line in opened if line["request_id"] == asked], [x for x in ended if x["request_id"] == asked]
+    names = {line["request_id"] for line in (*opened, *ended)}
+    wanted = {asked} if asked in names else {name for name in names if begins_with(name, asked)}
+    return [line for line in opened if line["request_id"] in wanted], [x for x in ended if x["request_id"] in wanted]
 
 
 def _life(requests: RequestView, number: str) -> dict[str, Any]:

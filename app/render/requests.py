@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAX_RUNNING_ROWS = 64
 MAX_WAITING_ROWS = 12
 MAX_ENDED_ROWS = 8
+_OWN_ID = re.compile(r"(?:chatcmpl|cmpl)-([0-9a-f]{8})[0-9a-f]+(-\d+)?")
 
 
 def request_variables(scene: Scene) -> dict[str, Any]:
@@ -88,8 +89,15 @@ def ended_row(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def short_id(request_id: str) -> str:
     """Ids of our own making are recognised by their first eight digits, and the number of the choice."""
-    own = re.fullmatch(r"(?:chatcmpl|cmpl)-([0-9a-f]{8})[0-9a-f]+(-\d+)?", request_id)
+    own = _OWN_ID.fullmatch(request_id)
     return own[1] + (own[2] or "") if own else request_id
+
+
+def begins_with(request_id: str, asked: str) -> bool:
+    """Whether an id begins so, with its kind or without it, or is shown so."""
+    return short_id(request_id) == asked or any(
+        name.startswith(asked) for name in (request_id, request_id.partition("-")[2])
+    )
 
 
 def _seated(entry: Mapping[str, Any]) -> bool:

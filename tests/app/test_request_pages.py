@@ -53,6 +53,13 @@ async def test_a_finished_request_has_a_page_and_its_twin() -> None:
         assert line["request_id"] == answer["id"]
         found = await server.client.get("/ops/requests", params={"id": answer["id"]}, headers=HTML)
         assert (found.status_code, found.headers["location"]) == (303, f"/ops/requests/{line['number']}")
+        short = answer["id"].partition("-")[2][:8]
+        found_too = await server.client.get("/ops/requests", params={"id": short}, headers=HTML)
+        assert found_too.headers["location"] == found.headers["location"], "as the pages show it"
+        nothing = (await server.client.get("/ops/requests", params={"id": "no-such"}, headers=HTML)).text
+        assert "0 requests of this id" in nothing
+        assert "None has ended yet" not in nothing
+        assert "Nothing runs" not in nothing
         life = (await server.client.get(f"/ops/requests/{line['number']}.json")).json()
         assert [span["phase"] for span in life["spans"]] == ["queued", "prefill", "prefill", "decode"]
         assert (life["prompt_tokens"], life["output_tokens"], life["finish_reason"]) == (100, 5, "length")

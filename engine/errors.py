@@ -14,7 +14,8 @@
     │   ├── LateError            its first token would come too late
     │   ├── QueueTimeoutError    it has waited for a seat for as long as it may
     │   ├── BusyError            the server has too much in hand to look at it
-    │   └── DrainingError
+    │   ├── DrainingError
+    │   └── CutError
     └── EngineError                  a request that was accepted could not be finished
         └── ConstraintError          for its answer cannot be continued under its constraint
 
@@ -163,6 +164,15 @@ class DrainingError(UnavailableError):
     def __init__(self, *, is_ending: bool = True, retry_after_seconds: int = 5) -> None:
         why = "is shutting down" if is_ending else "was told by its operator to finish what it has"
         super().__init__(f"The server {why} and takes no new requests.", retry_after_seconds=retry_after_seconds)
+
+
+class CutError(UnavailableError):
+    """The server ends, and an answer took longer than it waits for."""
+
+    code = "draining"
+
+    def __init__(self) -> None:
+        super().__init__("The answer was cut because the server is stopping.", retry_after_seconds=5)
 
 
 class EngineError(RelevoError):

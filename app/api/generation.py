@@ -18,7 +18,7 @@ from app.api.gathering import TOKEN_SIZE, Choices, Gathering, Whole, size_of, su
 from app.api.requests import read_json
 from app.call_scope import WRITE_NOW
 from engine.errors import (
-    DrainingError,
+    CutError,
     EngineError,
     InvalidRequestError,
     OwnFault,
@@ -255,7 +255,7 @@ def ending_error(
             case "queue_timeout" if retry_after is not None:
                 return QueueTimeoutError(retry_after_seconds=retry_after())
             case "shutdown":
-                return DrainingError()
+                return CutError()
             case "admin":  # not a status that clients take for a reason to ask again
                 return ApiError(403, "The operator of this server ended the request.", code="aborted")
             case _:

@@ -126,7 +126,8 @@ async def test_what_does_not_end_in_time_is_told_so(autojump_clock: trio.testing
         while chunk := await driver.body():
             received += chunk
         assert 9.9 < trio.current_time() - before < 10 + FAREWELL_SECONDS
-        assert events(received.decode())[-1]["error"]["code"] == "draining"
+        error = events(received.decode())[-1]["error"]
+        assert (error["code"], error["message"]) == ("draining", "The answer was cut because the server is stopping.")
         assert b"[DONE]" not in received
         await context.lifecycle.stopped.wait()
         assert context.engine.num_open == 0

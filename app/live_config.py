@@ -117,11 +117,18 @@ class LiveConfig:
 
     @property
     def undo(self) -> dict[str, Value]:
-        """What the settings of the last change were before it; empty where there was none."""
+        """What the settings of the last change that still holds were before it; empty where there is none.
+
+        What goes back by itself, as its time is over or the server was started, is no change that could be taken back.
+        """
         for entry in reversed(self._audit.entries):
-            values = {name: old for name, (old, _) in entry.changes.items() if name in KEYS}
-            if values:
-                return values
+            if entry.who == "start":
+                break
+            if entry.who == "ttl":
+                continue
+            changed = [(name, *values) for name, values in entry.changes.items() if name in KEYS]
+            if undo := {name: old for name, old, new in changed if getattr(self._engine.limits, name) == new}:
+                return undo
         return {}
 
     async def apply(self, body: Mapping[str, Any], *, who: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import trio
 
-from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_server
+from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_app, open_server
 
 if TYPE_CHECKING:
     from tests.app.serving import Server
@@ -301,6 +301,21 @@ async def test_the_last_change_is_taken_back_and_all_go_back_to_the_start() -> N
         # Taking back what was taken back does it again.
         await patch(server, restore="previous")
         assert (await effective(server))["max_num_seqs"] == 8
+
+
+async def test_what_has_gone_back_by_itself_is_not_brought_back(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app() as (_, context), trio.open_nursery() as nursery:
+        live = context.live
+        nursery.start_soon(live.run)
+        await live.apply({"max_num_seqs": 3, "ttl_seconds": 5}, who="admin")
+        assert live.undo == {"max_num_seqs": 4}
+        await trio.sleep(6)
+        assert live.undo == {}, "3 was for five seconds"
+        await live.apply({"max_waiting": 9}, who="admin")
+        await live.apply({"max_num_seqs": 3, "ttl_seconds": 5}, who="admin")
+        await trio.sleep(6)
+        assert list(live.undo) == ["max_waiting"]
+        nursery.cancel_scope.cancel()
 
 
 async def test_of_two_who_change_at_the_same_moment_one_is_told_of_the_other() -> None:

@@ -10,10 +10,6 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from app.cli import bench, compare, generate, limit, pull, serve
-from app.cli.options import Parser
-from app.config import let_threads_sleep
-from app.version import package_version
 from engine.errors import ConfigError, RelevoError
 
 if TYPE_CHECKING:
@@ -31,9 +27,12 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    let_threads_sleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        # What takes long to import is imported here, where an interrupt is no traceback.
+        from app.config import let_threads_sleep
+
+        let_threads_sleep()
         options = _parse(arguments)
         return int(options.run(options))
     except SystemExit as exit_:
@@ -43,6 +42,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    from app.cli import bench, compare, generate, limit, pull, serve
+    from app.cli.options import Parser
+    from app.version import package_version
+
     top = Parser(
         prog="relevo", description="A server for language models with continuous batching.", allow_abbrev=False
     )

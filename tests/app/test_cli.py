@@ -340,3 +340,20 @@ def test_the_process_itself(tmp_path: Path) -> None:
     )
     assert failed.returncode == 1
     one_line(failed.stderr)
+
+
+def test_an_interrupt_while_a_command_is_imported_is_no_traceback() -> None:
+    program = """
+import sys
+
+class Interrupt:
+    def find_spec(name, *_):
+        if name == "pydantic":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt)
+from app.cli import main
+sys.exit(main(["serve"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

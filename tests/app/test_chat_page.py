@@ -554,6 +554,12 @@ def test_ten_at_once_fill_side_by_side_over_one_stream(page: Page) -> None:
             assert re.search(r"seat \d+ of 12", facts), facts
             assert re.search(r"[\d.]+ tokens/s", facts)
             assert "60 tokens" in facts
+        page.set_viewport_size({"width": 1440, "height": 900})
+        stays_inside = """line => {
+            line.lastChild.textContent = "1036 prompt tokens, 1016 from the cache";
+            return line.lastChild.getBoundingClientRect().right <= line.getBoundingClientRect().right;
+        }"""
+        assert page.locator(".pane .facts").first.evaluate(stays_inside)
         assert re.search(r"600 tokens\s+[\d.]+ tokens/s together", page.locator("#many-facts").inner_text())
         assert page.locator("#ask-many").inner_text() == "Ask again"
         assert page.evaluate("document.activeElement.id") == "ask-many"

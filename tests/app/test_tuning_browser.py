@@ -153,6 +153,10 @@ def test_the_script_shows_what_a_change_would_do_and_follows_what_others_do(page
         call(page, "/admin/config", "PATCH", max_num_batched_tokens=77, ttl_seconds=600)
         until(page, "document.querySelector('#max_num_batched_tokens').value === '77'")
         assert page.get_by_text("Token budget goes back by itself").count() == 1
+        call(page, "/admin/config", "PATCH", max_num_batched_tokens=77, ttl_seconds=300)
+        page.locator("#history").get_by_text("the same for a while").wait_for()
+        lefts = "[...document.querySelectorAll('#history li > p:not(.effect)')].map(p => p.offsetLeft)"
+        assert len(set(page.evaluate(lefts))) == 1, "each line of an entry is below the one before"
         # What somebody has begun to change stays, and so does the generation it was built on.
         page.fill("#max_num_batched_tokens", "50")
         call(page, "/admin/config", "PATCH", max_num_seqs=6)

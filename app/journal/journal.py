@@ -142,13 +142,14 @@ class Journal:
             self.note("revert" if entry.who == "ttl" else "config", describe_change(entry))
 
     async def load(self) -> Loaded:
-        """Open the file and read what earlier processes left; a file that cannot be opened is told of, and no more."""
+        """Open the file and read what earlier processes left; if it cannot be opened, `run` tells, and no more."""
         if self._folder is None:
             return Loaded()
         try:
             loaded = await trio.to_thread.run_sync(self._open_and_load, limiter=self._one_at_a_time)
         except StoreError as error:
-            self._failed(error)
+            self.num_failures += 1
+            self._problem = str(error)
             return Loaded()
         self.audit = AuditLog(loaded.entries, self._keep_entry)
         self.events = EventLog(loaded.events)
@@ -156,6 +157,8 @@ class Journal:
 
     async def run(self) -> None:
         """Write what there is, for ever."""
+        if self._folder is not None and self._problem is not None:
+            self._warn()  # only now, for a server that does not come up keeps no history
         while True:
             with trio.move_on_after(FLUSH_SECONDS):
                 await self._wake.wait()
@@ -323,9 +326,13 @@ class Journal:
 
     def _failed(self, error: StoreError) -> None:
         self.num_failures += 1
-        if self._problem is None:
-            log.warning("the history cannot be written, which is tried again: %s", error)
+        is_new = self._problem is None
         self._problem = str(error)
+        if is_new:
+            self._warn()
+
+    def _warn(self) -> None:
+        log.warning("the history cannot be written, which is tried again: %s", self._problem)
 
 
 @asynccontextmanager

@@ -256,6 +256,21 @@ async def test_a_second_server_on_the_folder_runs_says_so_and_takes_over(tmp_pat
         assert kept == [(30,)] * 8 + [(9,)] * 2, "what the first one served is not written over"
 
 
+async def test_a_server_that_does_not_come_up_says_nothing_of_its_history(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_journal(tmp_path):
+        async with open_journal(tmp_path):
+            pass
+        assert caplog.messages == []
+        async with open_journal(tmp_path) as second, trio.open_nursery() as nursery:
+            nursery.start_soon(second.run)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        [told] = caplog.messages
+        assert "belongs to another server" in told
+
+
 class SickStore(Store):
     """A store on a disk that does what it is told to."""
 

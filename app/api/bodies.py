@@ -87,7 +87,9 @@ class GenerationBody(Body):
     logit_bias: Bias = Field((), description="added to the logits of these token ids")
     response_format: Format = Field(None, description="JSON of any form, or of a schema's, strict or not")
     guided_json: GuidedJson = Field(None, description="the answer is JSON of this form")
-    guided_regex: GuidedText = Field(None, description="the whole answer matches it")
+    guided_regex: GuidedText = Field(
+        None, description=r"the whole answer matches it; `\d` is one of ten digits, `\w` and `\s` are Unicode's"
+    )
     guided_choice: GuidedChoice = Field(None, description="the answer is one of them")
     guided_grammar: GuidedText = Field(None, description="the answer follows a grammar, in Lark's or GBNF's spelling")
     structured_outputs: Structured = Field(None, description="vLLM's newer spelling of the guided fields")

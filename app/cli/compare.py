@@ -13,6 +13,7 @@ from app.cli.options import (
     OFFLINE_SECTIONS,
     Parser,
     add_command,
+    add_lengths,
     add_settings,
     count,
     positive,
@@ -37,11 +38,7 @@ SECTIONS = (*OFFLINE_SECTIONS, "slo")
 def register(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     command = add_command(commands, "compare", "the same requests under static, dynamic and continuous batching", run)
-    command.add_argument(
-        "--workload", metavar="W", help="azure-conversation (default), azure-code or mooncake: lengths fitted to traces"
-    )
-    command.add_argument("--trace", type=Path, metavar="FILE", help="an Azure (CSV) or Mooncake (JSON lines) trace")
-    command.add_argument("--skip-bad-lines", action="store_true", help="leave out bad lines of the trace")
+    add_lengths(command)
     command.add_argument("--factor", type=positive, metavar="X", help="divide lengths by it (default: what fits)")
     command.add_argument("--requests", type=count, metavar="N", help="of each run (default: what fits into the time)")
     command.add_argument("--repeats", type=count, metavar="N", help="rounds (default: what fits, 2 at least)")

@@ -11,6 +11,7 @@ from app.cli.options import (
     OFFLINE_SECTIONS,
     Parser,
     add_command,
+    add_lengths,
     add_settings,
     count,
     count_or_zero,
@@ -79,11 +80,7 @@ def _add_promise(command: Parser) -> None:
 
 def _add_workload(command: Parser) -> None:
     group = command.add_argument_group("what is asked")
-    group.add_argument(
-        "--workload", metavar="W", help="azure-conversation (default), azure-code or mooncake: lengths fitted to traces"
-    )
-    group.add_argument("--trace", type=Path, metavar="FILE", help="an Azure (CSV) or Mooncake (JSON lines) trace")
-    group.add_argument("--skip-bad-lines", action="store_true", help="leave out bad lines of the trace")
+    add_lengths(group)
     group.add_argument("--conversations", type=Path, metavar="FILE", help="lengths of texts like ShareGPT's (JSON)")
     group.add_argument("--chars-per-token", type=positive, metavar="X", help="of those texts (default 4)")
     group.add_argument("--mix", type=Path, metavar="FILE", help="classes of work with targets of their own (TOML)")

@@ -50,6 +50,15 @@ def add_command(
     return command
 
 
+def add_lengths(group: argparse._ActionsContainer) -> None:
+    """Add the flags that say where the lengths of requests come from."""
+    group.add_argument(
+        "--workload", metavar="W", help="azure-conversation (default), azure-code or mooncake: lengths fitted to traces"
+    )
+    group.add_argument("--trace", type=Path, metavar="FILE", help="an Azure (CSV) or Mooncake (JSON lines) trace")
+    group.add_argument("--skip-bad-lines", action="store_true", help="leave out bad lines of the trace")
+
+
 def add_settings(command: Parser, sections: Collection[str]) -> None:
     """Add `--config` and the flags of all settings in `sections`."""
     command.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")

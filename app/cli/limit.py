@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from app.limit.command import Reporter
     from app.limit.options import Options
     from app.limit.summary import Outcome
+    from app.limit.watch import Lines
 
 ASKED = (
     "workload", "trace", "conversations", "mix", "skip_bad_lines", "chars_per_token", "max_error_share", "factor",
@@ -64,6 +65,12 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--price-per-hour", type=positive, metavar="P", help="prints the cost of a million tokens")
     command.add_argument("--think-time", type=positive, metavar="S", help="between requests of a user: prints users")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    command.add_argument(
+        "--progress-json",
+        type=Path,
+        metavar="FILE",
+        help="a JSON object a line while it runs; - is stdout, and no table",
+    )
     command.add_argument("--against", type=Path, metavar="FILE", help="compare with what --json wrote earlier")
     add_simulation(command)
     add_settings(command, OFFLINE_SECTIONS)
@@ -105,10 +112,18 @@ def run(options: argparse.Namespace) -> int:
         refuse_machine(options)
     settings = settings_of(options if options.url is not None else with_one_number_of_seats(options))
     from app.limit.command import run_limit
+    from app.limit.watch import open_lines
 
     asked = _asked(options, settings)
     find = _find_simulated if options.simulate else _find_over_http
-    return run_limit(partial(find, options, settings, asked), asked, json_path=options.json, against=options.against)
+    with open_lines(options.progress_json) as lines:
+        find_ = partial(find, options, settings, asked, lines)
+        echo = _say_nothing if str(options.progress_json) == "-" else print
+        return run_limit(find_, asked, json_path=options.json, against=options.against, lines=lines, echo=echo)
+
+
+def _say_nothing(_line: str) -> None:
+    """Of the table, where its place is taken."""
 
 
 def _asked(options: argparse.Namespace, settings: Settings) -> Options:
@@ -127,15 +142,19 @@ def _asked(options: argparse.Namespace, settings: Settings) -> Options:
     return Options(**given, streams=options.seats, targets=SloTargets(*targets))
 
 
-def _find_simulated(options: argparse.Namespace, settings: Settings, asked: Options, report: Reporter) -> Outcome:
+def _find_simulated(
+    options: argparse.Namespace, settings: Settings, asked: Options, lines: Lines | None, report: Reporter
+) -> Outcome:
     from app.limit.options import make_source
     from app.limit.simulated import find_simulated
 
     source, config = make_source(asked), settings.engine_config()
-    return find_simulated(machine_of(options, config), config, source, asked, report)
+    return find_simulated(machine_of(options, config), config, source, asked, report, lines)
 
 
-def _find_over_http(options: argparse.Namespace, settings: Settings, asked: Options, report: Reporter) -> Outcome:
+def _find_over_http(
+    options: argparse.Namespace, settings: Settings, asked: Options, lines: Lines | None, report: Reporter
+) -> Outcome:
     """Against the server that was named, or one that is started for it."""
     from app.limit.command import Looking
     from app.limit.endpoint import find_endpoint
@@ -159,7 +178,7 @@ def _find_over_http(options: argparse.Namespace, settings: Settings, asked: Opti
         elif given := [flag for flag in _flags(options) if flag.startswith("--") and flag != "--model"]:
             raise ConfigError(f"{given[0]} is for a server that is started here; leave it out with --url.")
         endpoint = find_endpoint(url, options.api, model=model, key=key, admin_token=token, context=asked.context)
-        return Looking(endpoint, source, asked, report).find()
+        return Looking(endpoint, source, asked, report, lines).find()
 
 
 def _flags(options: argparse.Namespace) -> Iterator[str]:

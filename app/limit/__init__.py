@@ -18,6 +18,7 @@ simulated   the same in virtual time, without a model
 search      the rates that are tried, from runs alone
 statistics  the limit and its interval from runs at several rates
 summary     from runs to figures
+watch       what is told while it goes on, for programs
 words       the figures on a terminal
 against     two results side by side
 command     all of it in order

@@ -18,6 +18,7 @@ from app.limit.endpoint import EndpointError
 from app.limit.over_http import HttpMeasure
 from app.limit.search import FIRST_SHARE, search
 from app.limit.summary import Outcome, summarize
+from app.limit.watch import Watch
 from app.limit.words import lines_of, per_second
 from app.render import numbers
 from engine.errors import ConfigError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from app.limit.load import Source
     from app.limit.options import Options
     from app.limit.runs import Run
+    from app.limit.watch import Lines
 
     Reporter = Callable[[int, int, str], object]
 
@@ -57,10 +59,14 @@ class Looking:
 
     Args:
         report: told (seconds gone, seconds planned, a word about what is going on).
+        watch: told of each run.
     """
 
-    def __init__(self, endpoint: Endpoint, source: Source, options: Options, report: Reporter) -> None:
+    def __init__(
+        self, endpoint: Endpoint, source: Source, options: Options, report: Reporter, watch: Watch | None = None
+    ) -> None:
         self._endpoint, self._options = endpoint, options
+        self._watch = watch or Watch()
         self._source = replace(source, max_model_len=endpoint.context)
         self._report = report
         self._began = time.monotonic()
@@ -81,14 +87,17 @@ class Looking:
             streams, min(MAX_CLOSED_REQUESTS, 50 * streams), CLOSED_SHARE * options.duration, options.seed
         )
         self._check_works(closed, streams)
+        self._watch.ran("capacity", closed)
         factor, num_counted = self._choose(first, closed.rate)
         capacity = closed.rate * factor / first
         measure = self._measure(factor, num_counted)
         single = measure.closed(1, SINGLE_REQUESTS, SINGLE_SHARE * options.duration, options.seed)
         self._check_works(single, 1)
+        self._watch.ran("single", single)
         runs: list[Run] = []
         if not _is_hopeless(single):
-            runs = search(measure, FIRST_SHARE * capacity, options.seeds, afford=partial(self._affords, num_counted))
+            afford = partial(self._affords, num_counted)
+            runs = search(partial(self._run, measure), FIRST_SHARE * capacity, options.seeds, afford=afford)
         return Outcome(
             server=self._server(),
             source=measure.source,
@@ -99,11 +108,17 @@ class Looking:
             remarks=self._remarks(),
         )
 
+    def _run(self, measure: HttpMeasure, rate: float, seed: int) -> Run:
+        run = measure(rate, seed)
+        self._watch.ran("rate", run)
+        return run
+
     def _measure(self, factor: float, num_counted: int) -> HttpMeasure:
         source = replace(self._source, factor=factor)
         return HttpMeasure(self._endpoint, source, num_counted, self._options.deadline, self._tell)
 
     def _tell(self, rate: float, ended: int, total: int) -> None:
+        self._watch.trying(rate, ended, total)
         gone, planned = time.monotonic() - self._began, self._options.duration
         what = f"{per_second(rate)}/s" if rate else "closed loop"
         left = f"{numbers.duration(max(1.0, planned - gone))} left"
@@ -165,6 +180,8 @@ class Looking:
         remarks = []
         if not self._endpoint.ignores_end:
             remarks.append("The server does not take ignore_eos: answers may be shorter than was asked for.")
+        if self._endpoint.hides_metrics:
+            remarks.append("The server shows its metrics to no one without its admin token (--admin-token).")
         if self._endpoint.context is None:
             remarks.append("The server does not tell its context, so no length was fitted to it (--context).")
         if self._endpoint.url.startswith("https"):
@@ -186,6 +203,7 @@ def run_limit(
     *,
     json_path: Path | None = None,
     against: Path | None = None,
+    lines: Lines | None = None,
     echo: Callable[[str], object] = print,
 ) -> int:
     """Look for the limit, show the figures, and write the file where asked; gives the exit code.
@@ -193,6 +211,7 @@ def run_limit(
     Args:
         find: measures; takes what is told about its progress.
         against: an older result to compare with.
+        lines: are told of the progress, and nobody else.
 
     Returns:
         0, or 1 where there is no limit.
@@ -203,8 +222,10 @@ def run_limit(
     check_writable(json_path)
     older = read_result(against) if against is not None else None
     with ended_like_a_key(), Progress("Measuring", unit="s") as progress:
-        outcome = find(progress)
+        outcome = find(lines or progress)
     result = summarize(outcome, options)
+    if lines is not None:
+        lines.found(result)
     for line in ["", *lines_of(result), *(against_lines(result, older) if older is not None else [])]:
         echo(line)
     if json_path is not None:

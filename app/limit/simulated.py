@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from app.compare.simulated import Machine
     from app.limit.load import Load, Source
     from app.limit.options import Options
+    from app.limit.watch import Watch
     from engine.config import EngineConfig
     from engine.simulator import SimulationResult
 
@@ -106,11 +107,13 @@ def find_simulated(
     source: Source,
     options: Options,
     report: Callable[[int, int, str], object] = lambda _gone, _planned, _what: None,
+    watch: Watch | None = None,
 ) -> Outcome:
     """Look for the limit of a machine that is simulated.
 
     Args:
         report: told (seconds gone, seconds planned, a word about what is going on).
+        watch: told of each run.
 
     Raises:
         ConfigError: there are several classes of work, or nothing can be served.
@@ -131,6 +134,12 @@ def find_simulated(
         report(int(gone), int(options.duration), f"{rate:.3g} requests/s")
         return gone < options.duration
 
-    runs = search(measure, FIRST_SHARE * capacity, options.seeds, afford=afford)
+    def measured(rate: float, seed: int) -> Run:
+        run = measure(rate, seed)
+        if watch is not None:
+            watch.ran("rate", run)
+        return run
+
+    runs = search(measured, FIRST_SHARE * capacity, options.seeds, afford=afford)
     described = {"model": f"Simulated: {machine.model} in {machine.dtype}", **machine.described}
     return Outcome(described, source, None, capacity, runs, time.monotonic() - began)

@@ -50,6 +50,7 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--url", metavar="U", help="an OpenAI-compatible server (default: this one is started)")
     command.add_argument("--api", choices=("chat", "completions"), default="chat", help="route (default chat)")
     command.add_argument("--api-key", metavar="K", help="of that server; @FILE reads it from a file")
+    command.add_argument("--admin-token", metavar="K", help="that its /metrics wants; @FILE reads it from a file")
     command.add_argument("--context", type=count, metavar="N", help="its context in tokens, where it does not tell")
     _add_promise(command)
     _add_workload(command)
@@ -139,7 +140,8 @@ def _asked(options: argparse.Namespace, settings: Settings) -> Options:
             (options.e2e_p95, slo.e2e_p95_seconds),
         )
     ]
-    return Options(**given, streams=options.seats, targets=SloTargets(*targets))
+    background = SloTargets(**settings.slo_background.model_dump())
+    return Options(**given, streams=options.seats, targets=SloTargets(*targets), background_targets=background)
 
 
 def _find_simulated(
@@ -162,12 +164,14 @@ def _find_over_http(
     from app.limit.own_server import open_own_server
 
     source = make_source(asked)
-    model, key, token = getattr(options, "model.name"), _key(options.api_key), None
+    model = getattr(options, "model.name")
+    key, token = _secret("--api-key", options.api_key), _secret("--admin-token", options.admin_token)
     with ExitStack() as stack:
         url = options.url
         if url is None:
-            if key is not None:
-                raise ConfigError("--api-key is for the server of --url.")
+            for flag, word in (("--api-key", key), ("--admin-token", token)):
+                if word is not None:
+                    raise ConfigError(f"{flag} is for the server of --url.")
             fetch(settings.model.name)
             report(0, int(asked.duration), "starting the server")
             url = stack.enter_context(open_own_server([*_flags(options)]))
@@ -191,11 +195,15 @@ def _flags(options: argparse.Namespace) -> Iterator[str]:
             yield from (key.flag, str(value))
 
 
-def _key(word: str | None) -> str | None:
-    """An API key, or the content of a file."""
-    if word is None or not word.startswith("@"):
-        return word
-    try:
-        return Path(word[1:]).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"The key file {word[1:]} cannot be read: {error.strerror or error}.") from None
+def _secret(flag: str, word: str | None) -> str | None:
+    """A key, or the content of a file."""
+    if word is not None and word.startswith("@"):
+        try:
+            word = Path(word[1:]).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            said = getattr(error, "strerror", None) or error
+            raise ConfigError(f"The file of {flag}, {word[1:]}, cannot be read: {said}.") from None
+    # It goes into a header: a line of its own there would be another header.
+    if word is not None and not (word.isascii() and word.isprintable() and word):
+        raise ConfigError(f"{flag} is no key: keys are one line of printable ASCII characters.")
+    return word

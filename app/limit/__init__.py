@@ -9,6 +9,7 @@ exchange    one streamed answer over HTTP/1.1
 generator   the process that sends requests when they are due, whatever the server does
 dispatch    starts that process and reads what it tells
 children    how processes that were started come to their end
+asking      short questions to it before it is measured
 endpoint    the server that is asked: what it serves and what it can be asked for
 own_server  the server that is started where none was named
 scrapes     what a server tells of itself while it is measured

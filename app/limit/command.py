@@ -45,7 +45,7 @@ FIRST_FACTOR: Final = 8.0
 SINGLE_SHARE, CLOSED_SHARE = 1 / 16, 1 / 16
 # About as many runs as a search takes; those that are lost are ended early and count for little.
 NUM_WHOLE_RUNS: Final = 7
-# Requests that are sent for each one that counts.
+# Requests that are sent for each one that counts, warm-up's and those that come while the last that count end.
 SENT_PER_COUNTED: Final = 1.3
 MIN_REQUESTS, WANTED_REQUESTS, MAX_REQUESTS = 50, 300, 1000
 # Beside a run's own length: starting the process, waiting for the last answers.
@@ -81,7 +81,8 @@ class Looking:
         options = self._options
         if options.factor is not None:
             self._check_lengths(options.factor)
-        streams = options.streams or int(self._endpoint.metrics().get("max_num_seqs", DEFAULT_STREAMS))
+        seats = int(self._endpoint.metrics().get("max_num_seqs", 0)) or self._endpoint.seats
+        streams = options.streams or seats or DEFAULT_STREAMS
         first = options.factor or max(self._source.least_factor(), FIRST_FACTOR)
         closed = self._measure(first, 1).closed(
             streams, min(MAX_CLOSED_REQUESTS, 50 * streams), CLOSED_SHARE * options.duration, options.seed

@@ -49,6 +49,7 @@ class Job:
         counted: the first that counts, and the one after the last. The job is over when these have ended.
         deadline: seconds from when a request is due; then it is given up.
         allowed_late: for each class of work, how many counted requests may miss a target before the run is lost.
+        allowed_errors: how many of all may fail before it is.
         streams: of a closed loop; 0 sends each request when it is due.
         seconds: how long a closed loop lasts.
         scrape: the request for the server's metrics, once a second; empty asks for none.
@@ -61,6 +62,7 @@ class Job:
     counted: tuple[int, int]
     deadline: float
     allowed_late: tuple[float, ...] = (float("inf"),)
+    allowed_errors: float = float("inf")
     streams: int = 0
     seconds: float = 0.0
     scrape: str = field(default="", repr=False)
@@ -83,6 +85,7 @@ class Job:
             "counted": self.counted,
             "deadline": self.deadline,
             "allowed_late": self.allowed_late,
+            "allowed_errors": self.allowed_errors,
             "streams": self.streams,
             "seconds": self.seconds,
             "scrape": {"request": self.scrape, "every": SCRAPE_SECONDS} if self.scrape else None,

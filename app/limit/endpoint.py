@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
+from app.limit.asking import as_object, ask, one_line, what_is_wrong
 from app.limit.dispatch import Job, Planned, run_job
 from app.limit.exchange import NO_TEXT, NO_USAGE, NOT_STREAMED, make_post
 from app.limit.prompts import Spelling, make_text
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 APIS: Final = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 PROBE_SECONDS: Final = 120.0
-ASK_SECONDS: Final = 10.0
 # Words of the two prompts from which it is learnt how many tokens a word makes, and the length of their answers.
 PROBE_WORDS, PROBE_TOKENS = (16, 80), 4
 PLAIN: Final = Spelling(tokens_per_word=1.0, extra_tokens=0.0)
@@ -47,7 +44,9 @@ class Endpoint:
         ignores_end: takes `ignore_eos`, so that answers have the lengths that are asked for.
         max_tokens_name: what it calls the length of an answer.
         spelling: how many tokens a word makes.
-        has_metrics: whether `/metrics` tells what Relevo's and vLLM's do.
+        seats: requests that it answers at once, where it tells beside its metrics.
+        has_metrics: whether `/metrics` tells something that is known (`app/limit/scrapes.py`).
+        hides_metrics: it wants another key.
     """
 
     url: str
@@ -60,7 +59,9 @@ class Endpoint:
     ignores_end: bool = True
     max_tokens_name: str = "max_tokens"
     spelling: Spelling = PLAIN
+    seats: int | None = None
     has_metrics: bool = False
+    hides_metrics: bool = False
 
     @property
     def address(self) -> tuple[str, int, bool]:
@@ -94,8 +95,12 @@ class Endpoint:
 
     def metrics(self) -> Mapping[str, float]:
         """What its metrics say now; empty where it shows none."""
-        status, body = _get(self, "/metrics", self.metrics_keys)
+        status, body = self.get("/metrics", self.metrics_keys)
         return values_of(body) if status == 200 else {}
+
+    def get(self, route: str, headers: Mapping[str, str]) -> tuple[int, str]:
+        """Status and body of a GET; status 0 and the reason where nobody answers."""
+        return ask(self.url + self.path + route, headers)
 
 
 def find_endpoint(
@@ -112,15 +117,14 @@ def find_endpoint(
     Args:
         url: with or without `/v1` at its end.
         model: the name to ask for; `None` takes the first that the server lists.
+        admin_token: for `/metrics` where the key does not open it.
         context: in tokens; `None` takes what the server says.
 
     Raises:
         ConfigError: the URL is none.
-        EndpointError: nobody answers, the key is refused, or answers are no streams that can be measured.
+        EndpointError: nobody answers, a key is refused, or answers are no streams that can be measured.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-        raise ConfigError(f"--url {url} is no address of a server; give one such as http://127.0.0.1:8000.")
+    parts = _parts_of(url)
     found = Endpoint(
         f"{parts.scheme}://{parts.netloc}",
         parts.path.rstrip("/").removesuffix("/v1"),
@@ -130,29 +134,54 @@ def find_endpoint(
         {"Authorization": f"Bearer {admin_token or key}"} if admin_token or key else {},
         context,
     )
-    found = _with_model(found)
-    found = replace(found, has_metrics=bool(found.metrics()))
-    return _with_words(found)
+    return _with_words(_with_metrics(_with_model(found), has_token=admin_token is not None))
+
+
+def _parts_of(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or parts.username or parts.query or not (url.isascii() and url.isprintable() and " " not in url):
+        raise ConfigError(f"--url {url} is no address of a server; give one such as http://127.0.0.1:8000.")
+    return parts
 
 
 def _with_model(endpoint: Endpoint) -> Endpoint:
-    """With the model's name and context, as far as the server lists them."""
-    status, body = _get(endpoint, "/v1/models", endpoint.keys)
-    if not status:
-        raise EndpointError(f"{endpoint.url} cannot be reached: {body}.")
+    """With the model's name, its context and its seats, as far as the server tells them."""
+    status, body = endpoint.get("/v1/models", endpoint.keys)
     if status in (401, 403):
         raise EndpointError(_refused(endpoint, status))
-    try:
-        listed = json.loads(body)["data"] if status == 200 else []
-        names = [str(entry["id"]) for entry in listed]
-    except (ValueError, KeyError, TypeError):
-        listed, names = [], []
+    if wrong := what_is_wrong(endpoint.url, status, body):
+        raise EndpointError(wrong)
+    listed = [entry for entry in as_object(body).get("data") or () if isinstance(entry, dict) and entry.get("id")]
+    names = [str(entry["id"]) for entry in listed]
     name = endpoint.model or (names[0] if names else "")
     if not name:
         raise EndpointError(f"{endpoint.url} lists no model at /v1/models; name one with --model.")
     entry = listed[names.index(name)] if name in names else {}
-    context = endpoint.context or entry.get("max_model_len")
-    return replace(endpoint, model=name, context=context if isinstance(context, int) else None)
+    # llama-server lists the context that a model was trained with; what it serves stands among its properties.
+    told = as_object(endpoint.get("/props", endpoint.keys)[1]) if entry.get("owned_by") == "llamacpp" else {}
+    settings = told.get("default_generation_settings")
+    served = settings.get("n_ctx") if isinstance(settings, dict) else None
+    context = endpoint.context or _positive(entry.get("max_model_len")) or _positive(served)
+    return replace(endpoint, model=name, context=context, seats=_positive(told.get("total_slots")))
+
+
+def _positive(told: Any) -> int | None:
+    return told if isinstance(told, int) and not isinstance(told, bool) and told > 0 else None
+
+
+def _with_metrics(endpoint: Endpoint, *, has_token: bool) -> Endpoint:
+    """Knowing whether its metrics can be read."""
+    status, body = endpoint.get("/metrics", endpoint.metrics_keys)
+    is_refused = status in (401, 403)
+    if is_refused and has_token:
+        raise EndpointError(
+            f"{endpoint.url} refuses the admin token (HTTP {status}); give the right one with --admin-token."
+        )
+    return replace(endpoint, has_metrics=status == 200 and bool(values_of(body)), hides_metrics=is_refused)
 
 
 def _with_words(endpoint: Endpoint) -> Endpoint:
@@ -197,24 +226,9 @@ def _check(endpoint: Endpoint, answer: Answer) -> None:
         "cannot connect": f"{endpoint.url} cannot be reached: {answer.error.partition(': ')[2]}.",
     }
     if answer.error:
-        raise EndpointError(told.get(kind, f"{where} cannot be measured: {answer.error}"))
+        raise EndpointError(told.get(kind, f"{where} cannot be measured: {one_line(answer.error)}"))
 
 
 def _refused(endpoint: Endpoint, status: int) -> str:
     given = "the key" if endpoint.keys else "who has no key"
     return f"{endpoint.url} refuses {given} (HTTP {status}); give the right one with --api-key."
-
-
-def _get(endpoint: Endpoint, route: str, headers: Mapping[str, str]) -> tuple[int, str]:
-    """Status and body of a GET; status 0 and the reason where nobody answers."""
-    request = urllib.request.Request(endpoint.url + endpoint.path + route, headers=dict(headers))  # noqa: S310 (http)
-    # Requests are sent without a proxy, so this is not asked through one either.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=ASK_SECONDS) as answer:
-            return answer.status, answer.read().decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode(errors="replace")
-    except OSError as error:
-        return 0, str(getattr(error, "reason", error))

@@ -15,12 +15,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     Pieces = list[tuple[float, bytes]]
 
-LAST_CHUNK: Final = b"0\r\n\r\n"
+# With the end of the chunk before it: a text may end in a nought and an empty line of its own.
+LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
 MAX_ERROR_CHARS: Final = 300
+# No answer to such requests is longer: who sends more would fill this machine's memory.
+MAX_BYTES: Final = 64 << 20
 DONE: Final = b"[DONE]"
 # Errors that the answer itself does not tell: it was given up by who asked, in its own time or with the whole run.
 NOT_FINISHED: Final = "not finished in time"
@@ -28,6 +31,9 @@ STOPPED: Final = "stopped"
 NOT_STREAMED: Final = "the answer is not a stream of events"
 NO_USAGE: Final = "the stream held no usage"
 NO_TEXT: Final = "the stream held no text"
+TOO_LONG: Final = f"more than {MAX_BYTES >> 20} MiB came"
+# What bytes that are no response, or JSON that is no event, make of reading them.
+UNREADABLE: Final = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 # Where a chat's answer and what it thought before it stand; tokens are tokens.
 DELTA_TEXTS: Final = ("content", "reasoning_content", "reasoning")
 
@@ -57,17 +63,30 @@ class Answer:
     sizes: list[int] = field(default_factory=list)
     error: str = ""
 
-    @property
-    def token_gaps(self) -> list[float]:
+    def token_gaps(self, usual: float = 0.0) -> list[float]:
         """Seconds a token: each gap divided by the tokens of the piece that ended it.
 
         A piece is one token where there are as many pieces as tokens, or one less: an end token has no text. Else
         tokens are taken to be spread over the pieces as characters are.
+
+        Args:
+            usual: tokens a character (`tokens_per_character`), for an answer that did not come as far as its usage.
         """
-        if self.output_tokens <= len(self.sizes) + 1:
+        if self.output_tokens:
+            is_split = self.output_tokens <= len(self.sizes) + 1
+            usual = 0.0 if is_split else self.output_tokens / sum(self.sizes)
+        if not usual:
             return self.gaps
-        per_character = self.output_tokens / sum(self.sizes)
-        return [gap / max(1.0, size * per_character) for gap, size in zip(self.gaps, self.sizes[1:], strict=True)]
+        return [gap / max(1.0, size * usual) for gap, size in zip(self.gaps, self.sizes[1:], strict=True)]
+
+
+def tokens_per_character(answers: Iterable[Answer]) -> float:
+    """Of whole answers together; 0 where a piece is one token, or nothing is known."""
+    whole = [answer for answer in answers if answer.output_tokens and answer.sizes]
+    num_tokens, num_pieces = sum(one.output_tokens for one in whole), sum(len(one.sizes) for one in whole)
+    if num_tokens <= num_pieces + len(whole):
+        return 0.0
+    return num_tokens / sum(sum(one.sizes) for one in whole)
 
 
 class EventReader:
@@ -156,11 +175,18 @@ def read_answer(answer: Answer, pieces: Pieces) -> None:
                 moments.append(moment)
                 answer.sizes.append(len(text))
             if usage := said.get("usage"):
-                answer.prompt_tokens, answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                answer.prompt_tokens = _as_count(usage["prompt_tokens"])
+                answer.output_tokens = _as_count(usage["completion_tokens"])
     if moments:
         answer.first = moments[0]
         answer.gaps = [later - earlier for earlier, later in pairwise(moments)]
     answer.error = answer.error or _what_is_missing(reader, answer, done=done)
+
+
+def _as_count(told: Any) -> int:
+    if not isinstance(told, int) or told < 0:
+        raise ValueError(f"usage of {told!r} tokens")
+    return told
 
 
 def _what_is_missing(reader: EventReader, answer: Answer, *, done: bool) -> str:
@@ -178,21 +204,22 @@ def read_whole(answer: Answer, pieces: Pieces) -> None:
     """Fill in an answer; what cannot be read is its error."""
     try:
         read_answer(answer, pieces)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        answer.error = f"not understood: {error!r}"
+    except UNREADABLE as error:
+        answer.error = f"not understood: {str(error)[:MAX_ERROR_CHARS] or type(error).__name__}"
 
 
 class Exchange(asyncio.Protocol):
     """Sends one request, and notes in `pieces` when which bytes of the response came.
 
     Args:
-        ended: called once, when the response is complete or the other side has closed.
+        ended: called once, with an error or an empty word, when the response is complete or the other side has closed.
     """
 
-    def __init__(self, request: bytes, pieces: Pieces, ended: Callable[[], object]) -> None:
+    def __init__(self, request: bytes, pieces: Pieces, ended: Callable[[str], object]) -> None:
         self._request, self._pieces = request, pieces
-        self._on_end: Callable[[], object] | None = ended
+        self._on_end: Callable[[str], object] | None = ended
         self._tail = b""
+        self._num_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send it."""
@@ -202,18 +229,22 @@ class Exchange(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Note it, nothing more; servers that keep the connection open are seen to end by their last chunk."""
         self._pieces.append((time.perf_counter(), data))
-        self._tail = (self._tail + data[-5:])[-5:]
-        if self._tail == LAST_CHUNK:
+        size = len(LAST_CHUNK)
+        self._tail = (self._tail + data[-size:])[-size:]
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_BYTES:
+            self._end(TOO_LONG)
+        elif self._tail == LAST_CHUNK:
             self._end()
 
     def connection_lost(self, _error: Exception | None) -> None:
         """The other side is done."""
         self._end()
 
-    def _end(self) -> None:
+    def _end(self, error: str = "") -> None:
         if self._on_end is not None:
             ended, self._on_end = self._on_end, None
-            ended()
+            ended(error)
 
 
 def make_post(host: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from app.limit.exchange import NOT_FINISHED, STOPPED, Answer, Exchange, has_text, read_whole
+from app.limit.exchange import NOT_FINISHED, STOPPED, UNREADABLE, Answer, Exchange, has_text, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PROGRESS_SECONDS: Final = 0.5
 # Between starting the clock and the first request, so that it is not late already.
 LEAD_SECONDS: Final = 0.05
+CONNECT_SECONDS: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -71,14 +72,14 @@ class Generator:
         self._counted = range(first, last)
         self._num_left = last - first
         self._late: Counter[tuple[int, str]] = Counter()
+        self._num_failed = 0
         self._next = deque(range(len(self._calls)))
         self._over = asyncio.Event()
         self._stopped_at: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._scrapes: list[tuple[float, Pieces]] = []
         self._tls = ssl.create_default_context() if job["tls"] else None
-        found = socket.getaddrinfo(job["host"], job["port"], type=socket.SOCK_STREAM)
-        self._address = min(found, key=lambda info: info[0] != socket.AF_INET)[4]
+        self._address = _address_of(job["host"], job["port"])
 
     async def run(self) -> dict[str, Any]:
         """Send everything, wait for what counts, and tell what came; see `app.limit.dispatch.Told`."""
@@ -141,14 +142,14 @@ class Generator:
 
     async def _connect(self, call: Call, index: int) -> None:
         try:
-            call.transport, _ = await self._open(call.request, call.pieces, lambda: self._end(index, ""))
+            call.transport, _ = await self._open(call.request, call.pieces, lambda error: self._end(index, error))
         except (OSError, ssl.SSLError) as error:
             self._end(index, f"cannot connect: {error}")
         else:
             if call.is_over:  # it was given up meanwhile
                 call.transport.abort()
 
-    async def _open(self, request: bytes, pieces: Pieces, ended: Callable[[], object]) -> Any:
+    async def _open(self, request: bytes, pieces: Pieces, ended: Callable[[str], object]) -> Any:
         name = self._job["host"] if self._tls else None
         host, port = self._address[:2]
         return await self._loop.create_connection(
@@ -166,17 +167,22 @@ class Generator:
             call.transport.abort()
         if index in self._counted:
             self._num_left -= 1
+            if error or _is_refusal(call.pieces):
+                self._num_failed += 1
         if self._job["streams"]:
             self._loop.call_soon(self._send_next)
         elif not self._num_left:
             self._over.set()
+        elif self._num_failed > self._job["allowed_errors"]:
+            self._stop()
 
     def _time_out(self, index: int) -> None:
         self._end(index, NOT_FINISHED)
 
     def _look_for_text(self, call: Call) -> None:
-        with suppress(ValueError, AttributeError, TypeError):  # what cannot be read is told when all is over
-            if not has_text(call.pieces):
+        with suppress(*UNREADABLE):  # what cannot be read is told when all is over
+            # Who has ended without any text by now is an error, and no miss.
+            if not call.is_over and not has_text(call.pieces):
                 self._count_late(call, "first")
 
     def _look_for_end(self, call: Call) -> None:
@@ -209,7 +215,7 @@ class Generator:
 
     async def _ask(self, pieces: Pieces) -> None:
         with suppress(OSError):  # the requests tell what is wrong
-            await self._open(self._job["scrape"]["request"].encode(), pieces, lambda: None)
+            await self._open(self._job["scrape"]["request"].encode(), pieces, lambda _error: None)
 
     def _answer(self, call: Call, begin: float) -> Answer:
         answer = Answer(due=call.due, sent=call.sent)
@@ -219,6 +225,21 @@ class Generator:
         for name in ("due", "sent", "first", "finished"):
             setattr(answer, name, max(0.0, getattr(answer, name) - begin))
         return answer
+
+
+def _address_of(host: str, port: int) -> tuple[Any, ...]:
+    """The address that somebody listens at, where a name has several: IPv4 first."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [info[4] for info in sorted(found, key=lambda info: info[0] != socket.AF_INET)]
+    for address in addresses if len(addresses) > 1 else ():
+        with suppress(OSError), socket.create_connection(address[:2], CONNECT_SECONDS):
+            return address
+    return addresses[0]
+
+
+def _is_refusal(pieces: Pieces) -> bool:
+    """Whether a response's first line is not that of a success."""
+    return b" 200" not in b"".join(data for _, data in pieces[:4])[:16]
 
 
 def _body(pieces: Pieces) -> str:
@@ -254,7 +275,10 @@ async def _serve() -> None:
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
-    job = json.loads(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):  # whoever started this is gone already
+        return
+    job = json.loads(line)
     generator = Generator(job, lambda ended: say({"ended": ended}))
     task = asyncio.current_task()
     assert task is not None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from app.limit.dispatch import Job, Planned, run_job
-from app.limit.exchange import NOT_FINISHED, STOPPED
-from app.limit.runs import ALLOWED_MISSES, Run, Seen
+from app.limit.exchange import NOT_FINISHED, STOPPED, tokens_per_character
+from app.limit.runs import ALLOWED_MISSES, Run, Seen, tokens_per_second
 from app.limit.scrapes import observe
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class HttpMeasure:
         job = replace(
             self._job(load),
             allowed_late=tuple([ALLOWED_MISSES * number for number in num_of]),
+            allowed_errors=self.source.promise.max_error_share * self.num_counted,
             scrape=self.endpoint.scrape,
         )
         told = self._run(job, rate)
@@ -90,32 +91,37 @@ class HttpMeasure:
     def _as_run(self, rate: float, seed: int, load: Load, told: Told) -> Run:
         first, last = load.counted
         end = told.stopped_at if told.stopped_at is not None else told.wall_seconds
+        whole = [answer for answer in told.answers if not answer.error]
+        usual = tokens_per_character(whole)
         seen = [
-            self._seen(answer, load.classes[index], end)
+            self._seen(answer, load.classes[index], end, usual)
             for index, answer in enumerate(told.answers)
             if first <= index < last and answer.sent
         ]
-        items = load.workload.items
-        begin, until = items[first].arrival_seconds, items[last - 1].arrival_seconds
+        begin, until = min([one.due for one in seen], default=0.0), max([one.due for one in seen], default=0.0)
         # Where it was ended early there may be no whole second of it: then all there is.
         within = [text for at, text in told.scrapes if begin <= at <= until]
-        observed = observe(within if len(within) > 1 else [text for _, text in told.scrapes])
+        scrapes = within if len(within) > 1 else [text for _, text in told.scrapes]
+        observed = observe(scrapes, max_num_seqs=self.endpoint.seats)
         return Run(
             rate,
             seed,
             self.source.promise,
             tuple(seen),
+            tokens=tokens_per_second(
+                [(one.finished, one.prompt_tokens, one.output_tokens) for one in whole], begin, until
+            ),
             preemptions=observed.preemptions if observed else None,
             cpu_share=told.cpu_seconds / told.wall_seconds if told.wall_seconds else None,
             stopped=told.stopped_at is not None,
             observed=observed,
         )
 
-    def _seen(self, answer: Answer, work_class: int, end: float) -> Seen:
+    def _seen(self, answer: Answer, work_class: int, end: float, usual: float) -> Seen:
         slow = self.source.classes[work_class].targets.itl_p95_seconds
         kind = answer.error.partition(":")[0]
         kind = "" if kind == STOPPED else kind
-        gaps = answer.token_gaps if answer.sizes else []
+        gaps = answer.token_gaps(usual) if answer.sizes else []
         is_whole = not answer.error
         watched = answer.finished if is_whole else answer.due + self.deadline if kind == NOT_FINISHED else end
         return Seen(

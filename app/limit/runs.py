@@ -10,7 +10,7 @@ from app.compare.runs import SLOW_GAPS_ALLOWED, growth_excess, percentile
 from app.limit.exchange import NOT_FINISHED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from app.limit.scrapes import Observed
     from engine.config import SloTargets
@@ -98,7 +98,8 @@ class Run:
     Attributes:
         rate: requests a second that were due.
         seed: of lengths and arrivals.
-        preemptions: while it ran; `None` where the server does not tell.
+        tokens: of prompts and of answers, a second (`tokens_per_second`).
+        preemptions: for want of KV memory while it ran; `None` where the server does not tell.
         cpu_share: of one core, what the generator took; `None` where there is none.
         stopped: it was ended when it was certain to be lost: percentiles are of what had come by then.
         observed: what the server told of itself; `None` where it tells nothing.
@@ -108,6 +109,7 @@ class Run:
     seed: int
     promise: Promise
     seen: tuple[Seen, ...] = field(repr=False)
+    tokens: tuple[float, float] = (0.0, 0.0)
     preemptions: int | None = None
     cpu_share: float | None = None
     stopped: bool = False
@@ -166,6 +168,20 @@ class Run:
                 entries = [_entry(seen, name, seconds) if seen.work_class == number else (0, 0) for seen in self.seen]
                 yield label, ALLOWED_MISSES, entries
         yield "errors", self.promise.max_error_share, [(1, 1) if seen.error else (0, 1) for seen in self.seen]
+
+
+def tokens_per_second(answers: Iterable[tuple[float, int, int]], begin: float, until: float) -> tuple[float, float]:
+    """Tokens of prompts and of answers a second, of what was completed between two times.
+
+    Args:
+        answers: when each was completed, and its tokens; those that do not count too, as they take their share.
+        begin, until: when the first and the last request that counts were due, so that no tail makes it less.
+    """
+    within = [tokens for finished, *tokens in answers if begin <= finished <= until]
+    if until <= begin:
+        return 0.0, 0.0
+    prompt, answer = (sum([tokens[place] for tokens in within]) / (until - begin) for place in (0, 1))
+    return prompt, answer
 
 
 def _entry(seen: Seen, name: str, seconds: float) -> tuple[int, int]:

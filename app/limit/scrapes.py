@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
@@ -11,8 +12,25 @@ from prometheus_client.parser import text_string_to_metric_families
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-# Relevo's names and vLLM's are the same behind the prefix; ours stand first, as Relevo serves both.
-PREFIXES: Final = ("relevo:", "vllm:")
+# What servers call the same, behind the prefix of each: Relevo first, as it serves vLLM's names beside its own.
+# vLLM shows them by itself, SGLang with --enable-metrics, llama-server with --metrics.
+DIALECTS: Final[dict[str, dict[str, str]]] = {
+    "relevo:": {},
+    "vllm:": {"gpu_cache_usage_perc": "kv_cache_usage_perc"},  # as it was called before 0.10
+    "sglang:": {
+        "num_running_reqs": "num_requests_running",
+        "num_queue_reqs": "num_requests_waiting",
+        "token_usage": "kv_cache_usage_perc",
+        "num_retracted_requests_total": "num_preemptions_total",
+    },
+    "llamacpp:": {
+        "requests_processing": "num_requests_running",
+        "requests_deferred": "num_requests_waiting",
+        "kv_cache_usage_ratio": "kv_cache_usage_perc",  # no longer there since the middle of 2025
+    },
+}
+# Of several engines behind one address the fullest counts; everything else is added up.
+SHARES: Final = ("kv_cache_usage_perc",)
 # Above these shares a resource is taken to be used up.
 FULL_CACHE, FULL_SEATS, FULL_BUDGET = 0.95, 0.9, 0.8
 
@@ -26,7 +44,7 @@ class Observed:
         kv_cache_usage: share of the blocks in use at its fullest, 0 to 1.
         max_num_seqs: seats.
         step_tokens: computed in a step, on average; `token_budget` is the most.
-        preemptions: while it ran.
+        preemptions: for want of KV memory, while it ran.
     """
 
     running: float | None = None
@@ -42,6 +60,8 @@ def bound_by(observed: Observed | None) -> str:
     """What keeps a server from serving more, by what was seen of it near its limit."""
     if observed is None:
         return "unknown: the server shows no metrics"
+    if observed.running is None and observed.kv_cache_usage is None:
+        return "unknown: the server's metrics do not tell"
     if observed.preemptions or _share(observed.kv_cache_usage, 1) >= FULL_CACHE:
         return "KV memory"
     if _share(observed.running, observed.max_num_seqs) >= FULL_SEATS:
@@ -58,37 +78,48 @@ def _share(used: float | None, most: float | None) -> float:
 
 
 def values_of(text: str) -> dict[str, float]:
-    """The numbers of one scrape that are looked at, by their name without prefix; summed over other labels.
+    """The numbers of one scrape that are looked at, by Relevo's names without prefix; summed over other labels.
 
-    Empty for text that is not what Prometheus reads.
+    What is counted by a reason is there for each reason too, as `name/reason`. Empty for text that is not what
+    Prometheus reads.
     """
-    found: dict[str, dict[str, float]] = {prefix: {} for prefix in PREFIXES}
+    found: dict[str, dict[str, float]] = {prefix: {} for prefix in DIALECTS}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                for prefix in PREFIXES:
-                    if sample.name.startswith(prefix) and "le" not in sample.labels:
-                        values, name = found[prefix], sample.name.removeprefix(prefix)
-                        values[name] = values.get(name, 0.0) + sample.value
-    except ValueError:
+                prefix, colon, name = sample.name.partition(":")
+                values = found.get(prefix + colon)
+                if values is not None and "le" not in sample.labels and math.isfinite(sample.value):
+                    name = DIALECTS[prefix + colon].get(name, name)
+                    reason = sample.labels.get("reason")
+                    for key in (name, *([f"{name}/{reason}"] if reason else [])):
+                        before = values.get(key, 0.0)
+                        values[key] = max(before, sample.value) if key in SHARES else before + sample.value
+    except (ValueError, KeyError, IndexError):
         return {}
     return next((values for values in found.values() if values), {})
 
 
-def observe(scrapes: Iterable[str]) -> Observed | None:
-    """What some scrapes, in their order, tell together; `None` where they tell nothing."""
+def observe(scrapes: Iterable[str], *, max_num_seqs: int | None = None) -> Observed | None:
+    """What some scrapes, in their order, tell together; `None` where they tell nothing.
+
+    Args:
+        max_num_seqs: seats, where metrics do not tell them.
+    """
     read = [values for text in scrapes if (values := values_of(text))]
     if not read:
         return None
     steps = _grown(read, "iteration_tokens_total_count")
     tokens = _grown(read, "iteration_tokens_total_sum")
-    preemptions = _grown(read, "num_preemptions_total")
-    usage = [values.get("kv_cache_usage_perc", values.get("gpu_cache_usage_perc")) for values in read]
+    # Relevo's seats also change hands between classes of work, which is no want of memory.
+    short = _grown(read, "num_preemptions_by_reason_total/kv_memory")
+    preemptions = _grown(read, "num_preemptions_total") if short is None else short
+    usage = [values["kv_cache_usage_perc"] for values in read if "kv_cache_usage_perc" in values]
     return Observed(
         running=_mean(read, "num_requests_running"),
         waiting=_mean(read, "num_requests_waiting"),
-        kv_cache_usage=max([value for value in usage if value is not None], default=None),
-        max_num_seqs=_whole(read[-1].get("max_num_seqs")),
+        kv_cache_usage=max(usage, default=None),
+        max_num_seqs=_whole(read[-1].get("max_num_seqs")) or max_num_seqs,
         step_tokens=tokens / steps if tokens and steps else None,
         token_budget=_whole(read[-1].get("max_num_batched_tokens")),
         preemptions=_whole(preemptions),
@@ -101,8 +132,11 @@ def _mean(read: Sequence[Mapping[str, float]], name: str) -> float | None:
 
 
 def _grown(read: Sequence[Mapping[str, float]], name: str) -> float | None:
-    """By how much a counter grew from the first scrape to the last."""
-    return read[-1][name] - read[0][name] if name in read[0] and name in read[-1] else None
+    """By how much a counter grew from the first scrape to the last; it begins at 0 where a server was restarted."""
+    if name not in read[0] or name not in read[-1]:
+        return None
+    grown = read[-1][name] - read[0][name]
+    return read[-1][name] if grown < 0 else grown
 
 
 def _whole(value: float | None) -> int | None:

@@ -3,7 +3,8 @@
 How far each run is from the promise is a ratio that is 1 where it just holds, and rises with the rate but for chance.
 For each seed the logarithm is fitted by the rising steps nearest to it (isotonic regression), and the limit under that
 seed is where the fit crosses 0. The limit is the lowest of these: there every repeat held. For the interval the
-requests of each run are drawn anew in blocks, as those that follow one another wait together.
+requests of each run are drawn anew in blocks, as those that follow one another wait together. At all rates of a seed
+the same blocks are drawn: the same requests came there, so a hard stretch of them is hard at every rate.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None
     (estimate, _), *_ = _crossings(runs, logs)
     if estimate is None:
         return None
-    rng = np.random.default_rng(0)
-    drawn = _crossings(runs, np.array([_drawn(run, rng, num_draws) for run in runs]))
+    drawn = _crossings(runs, np.array([_drawn(run, num_draws) for run in runs]))
     # Where a draw holds nowhere, all that is known is that its limit would be below the lowest rate.
     least = min(run.rate for run in runs)
     low, high = (
@@ -103,12 +103,13 @@ def isotonic(rates: np.ndarray, values: np.ndarray) -> list[tuple[float, float]]
     return [(rate, mean) for _, mean, members in blocks for rate in members]
 
 
-def _drawn(run: Run, rng: np.random.Generator, num_draws: int) -> np.ndarray:
+def _drawn(run: Run, num_draws: int) -> np.ndarray:
     """The run's distance from the promise, as the logarithm of the ratio, for requests drawn anew: [draws]."""
     ordered = sorted(range(len(run.seen)), key=lambda index: run.seen[index].due)
     size = max(1, round(math.sqrt(len(ordered))))
     entries = [(allowed, np.array(pairs)[ordered]) for _, allowed, pairs in run.entries()]
     starts = np.arange(0, len(ordered), size)
+    rng = np.random.default_rng(run.seed)
     picks = rng.multinomial(len(starts), np.full(len(starts), 1 / len(starts)), num_draws)  # [draws, blocks]
     worst = np.full(num_draws, _of_the_whole(run))
     for allowed, pairs in entries:

@@ -73,14 +73,10 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
 
 def figures(run: Run) -> dict[str, Any]:
     """One run: latencies in seconds, `None` where there are none."""
-    begin = min(seen.due for seen in run.seen)
-    ended = max([seen.due + seen.e2e for seen in run.finished if seen.e2e is not None], default=begin)
-    span = max(seen.due for seen in run.seen) - begin
+    span = max(seen.due for seen in run.seen) - min(seen.due for seen in run.seen)
     kinds = Counter(seen.error for seen in run.seen if seen.error)
     good = sum(seen.is_good(run.promise.targets[seen.work_class]) for seen in run.seen)
-    elapsed = ended - begin
-    prompts = sum(seen.prompt_tokens for seen in run.finished)
-    tokens = sum(seen.output_tokens for seen in run.finished)
+    prompts, answers = run.tokens
     classes = [
         _latencies([seen for seen in run.seen if seen.work_class == number])
         for number in range(len(run.promise.targets))
@@ -94,8 +90,8 @@ def figures(run: Run) -> dict[str, Any]:
         "errors": kinds.total(),
         "errors_by_kind": dict(kinds),
         "goodput": run.rate * good / len(run.seen),
-        "prompt_tokens_per_second": prompts / elapsed if elapsed else 0.0,
-        "output_tokens_per_second": tokens / elapsed if elapsed else 0.0,
+        "prompt_tokens_per_second": prompts,
+        "output_tokens_per_second": answers,
         # By Little's law: those who wait are as many as come, times how long each waits.
         "waiting": sum(seen.watched if seen.ttft is None else seen.ttft for seen in run.seen) / span if span else 0.0,
         "preemptions": run.preemptions,
@@ -144,7 +140,7 @@ def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, 
         "broken_promise": _broken(beyond),
         # A user is one request in so many seconds: the wait for the whole answer, and the time to think.
         "users": found.estimate * (stay + think) if think is not None else None,
-        "cost_per_million_output_tokens": price / 3600 / speed * 1e6 if price is not None else None,
+        "cost_per_million_output_tokens": price / 3600 / speed * 1e6 if price is not None and speed else None,
     }
 
 

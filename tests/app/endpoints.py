@@ -26,7 +26,7 @@ class Behaviour:
         gather: nothing is answered before so many requests have come.
         pieces_of: tokens of each piece of text.
         refused: words in a body that make it a 400.
-        key: that must be given; `None` takes everybody.
+        key, metrics_key: that must be given; `None` takes everybody.
         bodies: all bodies that came.
     """
 
@@ -41,6 +41,7 @@ class Behaviour:
     key: str | None = None
     context: int | None = None
     metrics: str = ""
+    metrics_key: str | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     began: float = 0.0
 
@@ -69,9 +70,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         behaviour = self.server.behaviour
         if self.path == "/metrics" and behaviour.metrics:
-            self.answer(200, behaviour.metrics)
+            if not self.is_refused(behaviour.metrics_key):
+                self.answer(200, behaviour.metrics)
         elif self.path == "/v1/models":
-            if self.is_refused():
+            if self.is_refused(behaviour.key):
                 return
             model = {"id": "made-up"} | ({"max_model_len": behaviour.context} if behaviour.context else {})
             self.answer(200, json.dumps({"data": [model]}))
@@ -84,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(text)
         behaviour.began = behaviour.began or time.monotonic()
         behaviour.bodies.append(body)
-        if self.is_refused():
+        if self.is_refused(behaviour.key):
             return
         if any(word in text for word in behaviour.refused):
             self.answer(400, '{"error": {"message": "no such field"}}')
@@ -93,8 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.stream(body)
 
-    def is_refused(self) -> bool:
-        key = self.server.behaviour.key
+    def is_refused(self, key: str | None) -> bool:
         refused = key is not None and self.headers.get("Authorization") != f"Bearer {key}"
         if refused:
             self.answer(401, '{"error": {"message": "who are you?"}}')

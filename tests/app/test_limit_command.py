@@ -50,7 +50,10 @@ SIMULATE = (
         (["limit", "--url", "http://x", "--max-num-seqs", "4"], "leave it out with --url"),
         (["limit", "--url", "http://x", "--simulate"], "either --simulate or --url"),
         (["limit", "--api-key", "x"], "--api-key is for the server of --url"),
-        (["limit", "--url", "http://x", "--api-key", "@nowhere"], "key file nowhere"),
+        (["limit", "--admin-token", "x"], "--admin-token is for the server of --url"),
+        (["limit", "--url", "http://x", "--api-key", "@nowhere"], "file of --api-key, nowhere, cannot be read"),
+        (["limit", "--url", "http://x", "--admin-token", "a\nX-Other: b"], "--admin-token is no key"),
+        (["limit", "--url", "http://x", "--api-key", ""], "--api-key is no key"),
         (["limit", "--tflops", "1"], "add --simulate"),
         (["limit", "--trace", "nowhere.csv"], "nowhere.csv"),
         (["limit", "--workload", "azure-cod"], "did you mean azure-code?"),
@@ -104,6 +107,20 @@ def test_a_wrong_key_is_told_and_the_right_one_is_taken_from_a_file(run: Any, tm
         code, _, err = run("limit", "--url", url, "--api-key", f"@{tmp_path / 'key'}", "--factor", "1")
     assert code == 2
     assert "requests are longer than the context of 64 tokens; --factor" in err
+
+
+def test_metrics_that_want_an_admin_token_are_read_with_it() -> None:
+    text = "relevo:num_requests_running 0\n"
+    with open_endpoint(key="right", metrics=text, metrics_key="admin") as (url, _):
+        without = find_endpoint(url, "chat", key="right")
+        found = find_endpoint(url, "chat", key="right", admin_token="admin")
+        with pytest.raises(EndpointError, match=r"refuses the admin token \(HTTP 401\); .* --admin-token"):
+            find_endpoint(url, "chat", key="right", admin_token="wrong")
+    assert (without.has_metrics, without.hides_metrics) == (False, True)
+    assert (found.has_metrics, found.hides_metrics) == (True, False)
+    assert found.metrics() == {"num_requests_running": 0.0}
+    assert "Bearer right" in found.request("x", 1)
+    assert "admin" not in repr(found)
 
 
 def test_what_a_server_takes_is_found_out() -> None:

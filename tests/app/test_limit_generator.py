@@ -136,12 +136,12 @@ def test_a_gap_is_divided_by_the_tokens_of_its_piece() -> None:
     (answer,) = told.answers
     assert (len(answer.gaps), answer.output_tokens) == (2, 12)
     assert all(gap >= 0.04 for gap in answer.gaps)
-    assert answer.token_gaps == pytest.approx([gap / 4 for gap in answer.gaps])
+    assert answer.token_gaps() == pytest.approx([gap / 4 for gap in answer.gaps])
 
 
 def test_one_piece_a_token_and_an_end_without_text_are_left_as_they_are() -> None:
     answer = Answer(gaps=[0.1, 0.2], sizes=[1, 9, 1], output_tokens=4)
-    assert answer.token_gaps == [0.1, 0.2]
+    assert answer.token_gaps() == [0.1, 0.2]
 
 
 @pytest.mark.parametrize(

@@ -1,45 +1,54 @@
-"""Reads a trace of requests from a file: an Azure LLM inference trace (CSV) or a Mooncake trace (JSON lines).
+"""Reads a trace of requests from a file: Azure's LLM inference traces (CSV), Mooncake's or a recording (JSON lines).
 
 The file is read line by line. Azure's has the columns `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, named by a
 header in any order, or in this order without one. Mooncake's lines have `timestamp` (ms), `input_length`,
-`output_length` and, where prompts share beginnings, `hash_ids`: one a block of 512 tokens.
+`output_length` and, where prompts share beginnings, `hash_ids`: one a block of 512 tokens. A recording of one's own
+traffic (`app.recording`) has the same three and more, in the order in which requests ended.
 """
 
 from __future__ import annotations
 
-import csv
-import json
-import re
+import math
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
+from app.recording.lines import CACHED
+from app.trace_lines import (
+    AZURE_COLUMNS,
+    MOONCAKE_BLOCK,
+    MOONCAKE_FIELDS,
+    BadLineError,
+    Entry,
+    azure,
+    is_number,
+    mooncake,
+    recorded,
+)
 from engine.errors import ConfigError
 from engine.workload import WorkItem, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-MOONCAKE_BLOCK = 512
 # Nothing in these formats is longer; it keeps a file that is no text from being taken into memory as one line.
-MAX_LINE_BYTES = 1 << 20
-MAX_TOKENS = 10_000_000
+MAX_LINE_BYTES: Final = 1 << 20
+# Blocks that a prompt of a recording names at most.
+MAX_NAMED: Final = 512
 
 
-class BadLineError(Exception):
-    """A line is not what the format says; the text says what is wrong with it."""
+class _Format(NamedTuple):
+    """How the lines are read that the file is left at, the first of which has this `number`."""
 
+    parse: Callable[[str], Entry]
+    number: int = 1
 
-class _Entry(NamedTuple):
-    """One line; `seconds` on the trace's own clock."""
-
-    seconds: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    prefix_ids: tuple[int, ...] = ()
+    @property
+    def is_recording(self) -> bool:
+        """Whether its lines are in the order of the ends, and the last may be cut by a crash."""
+        return self.parse is recorded
 
 
 @dataclass(slots=True)
@@ -71,27 +80,32 @@ def read_trace(path: Path, *, max_requests: int | None = None, skip_bad_lines: b
     bad = _Bad()
     try:
         with path.open("rb") as file:
-            parse, number = _recognise(file, path)
-            items = tuple(islice(_items(_entries(file, parse, number, bad)), max_requests))
+            format_ = _recognise(file, path)
+            entries: Iterable[Entry] = _entries(file, format_, bad)
+            if format_.is_recording:
+                entries = sorted(entries, key=lambda entry: entry.seconds)
+            read = list(islice(entries, max_requests))
     except OSError as error:
         raise ConfigError(f"The trace {path} cannot be read: {error.strerror or error}.") from error
     if bad.count and not skip_bad_lines:
         lines = "1 line is bad," if bad.count == 1 else f"{bad.count} lines are bad, the first is"
         raise ConfigError(f"The trace {path} is refused, {lines} {bad.first}. Mend the file, or skip its bad lines.")
-    if not items:
+    if not read:
         cause = f": {bad.count} bad lines, the first is {bad.first}." if bad.count else "."
         raise ConfigError(f"The trace {path} has no request{cause}")
+    block = _block_of(read) if format_.is_recording else MOONCAKE_BLOCK
+    items = tuple([_item(entry, read[0].seconds, block) for entry in read])
     return Workload(
         path.name,
         items,
-        prefix_block_tokens=MOONCAKE_BLOCK if any(item.prefix_ids for item in items) else 0,
+        prefix_block_tokens=block if any(item.prefix_ids for item in items) else 0,
         max_output_tokens=max(item.num_output_tokens for item in items),
         num_skipped=bad.count,
     )
 
 
-def _recognise(file: BinaryIO, path: Path) -> tuple[Callable[[str], _Entry], int]:
-    """How to read a line, and the number of the line that the file is left at: the first after a header."""
+def _recognise(file: BinaryIO, path: Path) -> _Format:
+    """The format, by the first line; the file is left at the first after a header."""
     first, number = file.readline(MAX_LINE_BYTES), 1
     while first and not first.strip():
         first, number = file.readline(MAX_LINE_BYTES), number + 1
@@ -100,25 +114,25 @@ def _recognise(file: BinaryIO, path: Path) -> tuple[Callable[[str], _Entry], int
         raise ConfigError(f"The trace {path} is empty.")
     if text.startswith("{"):
         file.seek(0)
-        return _mooncake, 1
+        return _Format(recorded if f'"{CACHED}"' in text else mooncake)
     cells = [cell.strip() for cell in text.split(",")]
-    if not any(_is_number(cell) for cell in cells[1:]):
+    if not any(is_number(cell) for cell in cells[1:]):
         columns = {name: cells.index(name) for name in AZURE_COLUMNS if name in cells}
         missing = [name for name in AZURE_COLUMNS if name not in columns]
         if missing:
             raise ConfigError(
                 f"The trace {path} is in no known format: its first line lacks {', '.join(missing)}. "
                 f"Known are CSV with {','.join(AZURE_COLUMNS)}, "
-                "and JSON lines with timestamp, input_length and output_length."
+                f"and JSON lines with {', '.join(MOONCAKE_FIELDS)}."
             )
-        return lambda line: _azure(line, columns, len(cells)), number + 1
+        return _Format(lambda line: azure(line, columns, len(cells)), number + 1)
     file.seek(0)
-    return lambda line: _azure(line, {name: at for at, name in enumerate(AZURE_COLUMNS)}, 3), 1
+    return _Format(lambda line: azure(line, {name: at for at, name in enumerate(AZURE_COLUMNS)}, 3))
 
 
-def _entries(file: BinaryIO, parse: Callable[[str], _Entry], number: int, bad: _Bad) -> Iterator[_Entry]:
-    """The good lines from line `number` on; blank ones are passed over, bad ones are noted."""
-    last = float("-inf")
+def _entries(file: BinaryIO, format_: _Format, bad: _Bad) -> Iterator[Entry]:
+    """The good lines; blank ones are passed over, bad ones are noted, and the last of a recording where it is cut."""
+    last, number = float("-inf"), format_.number
     while line := file.readline(MAX_LINE_BYTES):
         try:
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
@@ -127,23 +141,42 @@ def _entries(file: BinaryIO, parse: Callable[[str], _Entry], number: int, bad: _
                 raise BadLineError(f"it is longer than {MAX_LINE_BYTES} bytes")
             text = _decoded(line)
             if text:
-                entry = parse(text)
-                if entry.seconds < last:
+                entry = format_.parse(text)
+                if entry.seconds < last and not format_.is_recording:
                     raise BadLineError(f"it is {last - entry.seconds:g} s earlier than the line before it")
                 last = entry.seconds
                 yield entry
         except BadLineError as error:
+            if format_.is_recording and not line.endswith(b"\n"):
+                return  # cut, as the server was killed while it was written
             bad.count += 1
             bad.first = bad.first or f"line {number}: {error}"
         number += 1
 
 
-def _items(entries: Iterator[_Entry]) -> Iterator[WorkItem]:
-    """Arrivals counted from the first."""
-    start: float | None = None
-    for seconds, num_prompt_tokens, num_output_tokens, prefix_ids in entries:
-        start = seconds if start is None else start
-        yield WorkItem(seconds - start, num_prompt_tokens, num_output_tokens, prefix_ids)
+def _block_of(entries: Sequence[Entry]) -> int:
+    """Tokens of the blocks that cached lengths are counted in; 0 where nothing was cached."""
+    lengths = [entry.num_cached_tokens for entry in entries]
+    block = math.gcd(*lengths)
+    return block and block * -(-max(lengths) // (MAX_NAMED * block))
+
+
+def _item(entry: Entry, start: float, block: int) -> WorkItem:
+    """A request, with its arrival counted from the first."""
+    names = _common(round(entry.num_cached_tokens / block)) if entry.num_cached_tokens else entry.prefix_ids
+    arrival = entry.seconds - start
+    return WorkItem(arrival, entry.num_prompt_tokens, entry.num_output_tokens, names, entry.is_background)
+
+
+@cache
+def _common(num_blocks: int) -> tuple[int, ...]:
+    """Names for what the prefix cache had of a prompt.
+
+    It is not written down with which earlier prompt it was shared: all begin with the same text, as those do that have
+    a system prompt in common. What is found when it is replayed is as long; where it was of many conversations, fewer
+    blocks are enough for it.
+    """
+    return tuple(range(num_blocks))
 
 
 def _decoded(line: bytes) -> str:
@@ -151,79 +184,3 @@ def _decoded(line: bytes) -> str:
         return line.removeprefix(b"\xef\xbb\xbf").decode("utf-8").strip()
     except UnicodeDecodeError as error:
         raise BadLineError("it is not UTF-8") from error
-
-
-def _azure(line: str, columns: dict[str, int], num_columns: int) -> _Entry:
-    try:
-        cells = [cell.strip() for cell in next(csv.reader([line]))]
-    except csv.Error as error:
-        raise BadLineError("it is not CSV") from error
-    if len(cells) != num_columns:
-        raise BadLineError(f"it has {len(cells)} columns, not {num_columns}")
-    when, prompt, answer = (cells[columns[name]] for name in AZURE_COLUMNS)
-    return _Entry(
-        _seconds(when), _length(_integer(prompt), "ContextTokens"), _length(_integer(answer), "GeneratedTokens")
-    )
-
-
-def _mooncake(line: str) -> _Entry:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadLineError("it is not JSON") from error
-    if not isinstance(record, dict):
-        raise BadLineError("it is not a JSON object")
-    missing = [name for name in ("timestamp", "input_length", "output_length") if name not in record]
-    if missing:
-        raise BadLineError(f"it lacks {', '.join(missing)}")
-    when = record["timestamp"]
-    if isinstance(when, bool) or not isinstance(when, (int, float)) or not abs(when) < 1e15:
-        raise BadLineError(f"timestamp is {_shown(when)}, not a number of milliseconds")
-    prompt = _length(record["input_length"], "input_length")
-    answer = _length(record["output_length"], "output_length")
-    names = record.get("hash_ids")
-    if names is not None and not (
-        isinstance(names, list) and all(isinstance(name, int) and not isinstance(name, bool) for name in names)
-    ):
-        raise BadLineError("hash_ids is not a list of whole numbers")
-    expected = -(-prompt // MOONCAKE_BLOCK)
-    if names and len(names) != expected:
-        raise BadLineError(f"it has {len(names)} hash_ids; a prompt of {prompt} tokens has {expected}")
-    return _Entry(when / 1000.0, prompt, answer, tuple(names or ()))
-
-
-def _seconds(text: str) -> float:
-    """A date and time, or seconds."""
-    if _is_number(text):
-        return float(text)
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise BadLineError(f"TIMESTAMP is {_shown(text)}, neither a date with a time nor seconds") from error
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return abs(float(text)) < 1e15
-    except ValueError:
-        return False
-
-
-def _integer(text: str) -> object:
-    """A whole number where the text spells one, else the text."""
-    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
-
-
-def _length(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadLineError(f"{name} is {_shown(value)}, not a whole number")
-    if not 0 < value <= MAX_TOKENS:
-        raise BadLineError(f"{name} is {value}; it can be 1 to {MAX_TOKENS}")
-    return value
-
-
-def _shown(value: object) -> str:
-    """A value as it can stand in one line of an error."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -40,12 +40,14 @@ class WorkItem:
         num_prompt_tokens: at least 1.
         num_output_tokens: at least 1.
         prefix_ids: names of the prompt's leading blocks; equal names stand for equal tokens.
+        is_background: work that waits for the interactive.
     """
 
     arrival_seconds: float
     num_prompt_tokens: int
     num_output_tokens: int
     prefix_ids: tuple[int, ...] = ()
+    is_background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,8 @@ def scaled(workload: Workload, factor: float, max_model_len: int | None = None) 
         raise ConfigError(f"Lengths cannot be divided by {factor}; the factor must be above 0.")
     if max_model_len is not None and max_model_len < 2:
         raise ConfigError(f"A context of {max_model_len} tokens holds no prompt and answer; it needs at least 2.")
-    size = workload.prefix_block_tokens and max(1, round(workload.prefix_block_tokens / factor))
+    whole = workload.prefix_block_tokens / factor
+    size = workload.prefix_block_tokens and max(1, round(whole))
     items, num_shortened = [], workload.num_shortened
     for item in workload.items:
         prompt, answer = max(1, round(item.num_prompt_tokens / factor)), max(1, round(item.num_output_tokens / factor))
@@ -235,7 +238,9 @@ def scaled(workload: Workload, factor: float, max_model_len: int | None = None) 
             prompt = min(prompt, max(max_model_len - answer, max_model_len // 2))
             answer = min(answer, max_model_len - prompt)
         names = item.prefix_ids[: -(-prompt // size)] if size else ()
-        items.append(WorkItem(item.arrival_seconds, prompt, answer, names))
+        if whole < size == 1:  # a block is never shorter than a token: then fewer of them
+            names = names[: round(len(item.prefix_ids) * whole)]
+        items.append(WorkItem(item.arrival_seconds, prompt, answer, names, item.is_background))
     return replace(
         workload,
         items=tuple(items),

@@ -55,7 +55,7 @@ def add_lengths(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--workload", metavar="W", help="azure-conversation (default), azure-code or mooncake: lengths fitted to traces"
     )
-    group.add_argument("--trace", type=Path, metavar="FILE", help="an Azure (CSV) or Mooncake (JSON lines) trace")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="a recording, or a trace of Azure's or Mooncake's")
     group.add_argument("--skip-bad-lines", action="store_true", help="leave out bad lines of the trace")
 
 

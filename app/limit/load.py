@@ -64,6 +64,8 @@ class Source:
         gap_cv: coefficient of variation of the gaps between arrivals, for `gamma`.
         factor: all lengths are divided by it.
         max_model_len: what is longer is cut; `None` cuts nothing.
+        is_recorded: the classes are the interactive and the background requests of one recording, both of whose
+            `lengths` are the whole of it: each request has the class and the place in time that it had.
     """
 
     classes: tuple[WorkClass, ...]
@@ -72,6 +74,7 @@ class Source:
     gap_cv: float = 1.0
     factor: float = 1.0
     max_model_len: int | None = field(default=None)
+    is_recorded: bool = False
 
     def make(self, num_counted: int, rate: float, seed: int) -> Load:
         """A load of which so many requests count.
@@ -103,6 +106,9 @@ class Source:
 
     def _mixed(self, total: int, seed: int) -> tuple[Workload, tuple[int, ...]]:
         """So many requests of all classes, arrivals not settled; draws of one class do not change another's lengths."""
+        if self.is_recorded:
+            recorded = self.classes[0].lengths.take(total, seed, self.factor, self.max_model_len)
+            return recorded, tuple([int(item.is_background) for item in recorded.items])
         chooser = random.Random(f"classes {seed}")  # noqa: S311
         shares = [one.share for one in self.classes]
         classes = tuple(chooser.choices(range(len(self.classes)), shares, k=total))
@@ -136,5 +142,5 @@ def check_arrivals(source: Source) -> None:
     Raises:
         ConfigError: it has several classes, each of which would have arrivals of its own.
     """
-    if source.arrivals == "own" and len(source.classes) > 1:
+    if source.arrivals == "own" and len(source.classes) > 1 and not source.is_recorded:
         raise ConfigError("A mix of classes has no arrivals of its own; take poisson, constant or gamma.")

@@ -10,11 +10,13 @@ from app.limit.load import Source, WorkClass, check_arrivals
 from app.limit.mix import read_mix
 from app.limit.runs import Promise, given
 from app.traces import read_trace
-from engine.config import SloTargets
+from engine.config import NO_TARGETS, SloTargets
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from engine.workload import Workload
 
 DEFAULT_WORKLOAD: Final = "azure-conversation"
 DEFAULT_SECONDS: Final = 480.0
@@ -35,6 +37,7 @@ class Options:
         skip_bad_lines: leave bad lines of the trace out, instead of refusing it.
         chars_per_token: of the texts of conversations.
         targets: in seconds; of those classes of work that have none of their own.
+        background_targets: of the background requests of a recording that has interactive ones, too.
         max_error_share: of the requests that may fail.
         factor: divide lengths by it; `None` takes what fits the context and the time.
         context: longest prompt plus answer, in tokens; `None` takes what the server says.
@@ -56,6 +59,7 @@ class Options:
     skip_bad_lines: bool = False
     chars_per_token: float = DEFAULT_CHARS_PER_TOKEN
     targets: SloTargets = field(default_factory=SloTargets)
+    background_targets: SloTargets = NO_TARGETS
     max_error_share: float = DEFAULT_ERROR_SHARE
     factor: float | None = None
     context: int | None = None
@@ -87,7 +91,8 @@ def make_source(options: Options) -> Source:
         raise ConfigError("Without a target there is no limit; give one of --ttft-p95, --itl-p95 and --e2e-p95.")
     promise = Promise(tuple([one.targets for one in classes]), options.max_error_share)
     arrivals = options.arrivals or ("own" if options.trace else "poisson")
-    source = Source(classes, promise, arrivals=arrivals, gap_cv=options.gap_cv)
+    is_recorded = options.trace is not None and len(classes) > 1
+    source = Source(classes, promise, arrivals=arrivals, gap_cv=options.gap_cv, is_recorded=is_recorded)
     check_arrivals(source)
     source.make(NUM_TRIED, 1.0, options.seed)  # what cannot be made is told before a server is started
     return source
@@ -96,10 +101,25 @@ def make_source(options: Options) -> Source:
 def _classes(options: Options) -> tuple[WorkClass, ...]:
     if options.mix is not None:
         return read_mix(options.mix, options.targets)
-    lengths: Fitted | Recorded = Fitted(options.workload)
     if options.trace is not None:
-        lengths = Recorded(read_trace(options.trace, max_requests=MAX_RECORDED, skip_bad_lines=options.skip_bad_lines))
-    elif options.conversations is not None:
+        return _recorded(
+            read_trace(options.trace, max_requests=MAX_RECORDED, skip_bad_lines=options.skip_bad_lines), options
+        )
+    lengths: Fitted | Recorded = Fitted(options.workload)
+    if options.conversations is not None:
         per_token = options.chars_per_token
         lengths = read_conversations(options.conversations, lambda text: round(len(text) / per_token), MAX_RECORDED)
     return (WorkClass("requests", 1.0, lengths, options.targets),)
+
+
+def _recorded(workload: Workload, options: Options) -> tuple[WorkClass, ...]:
+    """The requests of a trace, or the two classes of a recording that has both."""
+    lengths, num_items = Recorded(workload), len(workload.items)
+    num_background = sum(item.is_background for item in workload.items)
+    if num_background in (0, num_items):
+        return (WorkClass("requests", 1.0, lengths, options.targets, is_background=num_background > 0),)
+    share = num_background / num_items
+    return (
+        WorkClass("interactive", 1 - share, lengths, options.targets),
+        WorkClass("background", share, lengths, options.background_targets, is_background=True),
+    )

@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +24,7 @@ from app.render import numbers
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from app.limit.endpoint import Endpoint
@@ -54,17 +54,46 @@ RUN_SECONDS: Final = 4.0
 MAX_CUT_SHARE: Final = 0.01
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known before rates are tried.
+
+    Attributes:
+        measure: of the requests that were settled on.
+        single: one user alone.
+        capacity: requests a second in a closed loop.
+        began: on the monotonic clock.
+    """
+
+    measure: HttpMeasure
+    single: Run
+    capacity: float
+    began: float
+
+    def seconds_of(self, rate: float) -> float:
+        """What a run takes."""
+        return SENT_PER_COUNTED * self.measure.num_counted / rate + RUN_SECONDS
+
+
 class Looking:
     """Looks for the limit of one server.
 
     Args:
         report: told (seconds gone, seconds planned, a word about what is going on).
         watch: told of each run.
+        num_runs: for about so many the time is to be enough.
     """
 
     def __init__(
-        self, endpoint: Endpoint, source: Source, options: Options, report: Reporter, watch: Watch | None = None
+        self,
+        endpoint: Endpoint,
+        source: Source,
+        options: Options,
+        report: Reporter,
+        watch: Watch | None = None,
+        num_runs: int = NUM_WHOLE_RUNS,
     ) -> None:
+        self._num_runs = num_runs
         self._endpoint, self._options = endpoint, options
         self._watch = watch or Watch()
         self._source = replace(source, max_model_len=endpoint.context)
@@ -78,6 +107,17 @@ class Looking:
             ConfigError: requests are longer than the context.
             EndpointError: the server fails requests even of one user alone.
         """
+        ready = self.prepare()
+        runs: list[Run] = []
+        if not _is_hopeless(ready.single):
+            afford = partial(self._affords, ready)
+            runs = search(
+                partial(self._run, ready.measure), FIRST_SHARE * ready.capacity, self._options.seeds, afford=afford
+            )
+        return self.outcome(ready, runs)
+
+    def prepare(self) -> Prepared:
+        """Measure one user and the capacity, and settle on requests; raises as `find`."""
         options = self._options
         if options.factor is not None:
             self._check_lengths(options.factor)
@@ -95,15 +135,15 @@ class Looking:
         single = measure.closed(1, SINGLE_REQUESTS, SINGLE_SHARE * options.duration, options.seed)
         self._check_works(single, 1)
         self._watch.ran("single", single)
-        runs: list[Run] = []
-        if not _is_hopeless(single):
-            afford = partial(self._affords, num_counted)
-            runs = search(partial(self._run, measure), FIRST_SHARE * capacity, options.seeds, afford=afford)
+        return Prepared(measure, single, capacity, self._began)
+
+    def outcome(self, ready: Prepared, runs: Sequence[Run]) -> Outcome:
+        """Everything that was measured until now."""
         return Outcome(
             server=self._server(),
-            source=measure.source,
-            single=single,
-            capacity=capacity,
+            source=ready.measure.source,
+            single=ready.single,
+            capacity=ready.capacity,
             runs=runs,
             seconds=time.monotonic() - self._began,
             remarks=self._remarks(),
@@ -125,9 +165,8 @@ class Looking:
         left = f"{numbers.duration(max(1.0, planned - gone))} left"
         self._report(int(gone), int(planned), f"{what}: {ended} of {total}, {left}")
 
-    def _affords(self, num_counted: int, rate: float) -> bool:
-        needed = SENT_PER_COUNTED * num_counted / rate + RUN_SECONDS
-        return time.monotonic() - self._began + needed <= self._options.duration
+    def _affords(self, ready: Prepared, rate: float) -> bool:
+        return time.monotonic() - self._began + ready.seconds_of(rate) <= self._options.duration
 
     def _choose(self, first: float, capacity: float) -> tuple[float, int]:
         """The factor and the number of requests of a run, where they were not given.
@@ -139,7 +178,7 @@ class Looking:
         left = options.duration - (time.monotonic() - self._began) - SINGLE_SHARE * options.duration
 
         def fitting(factor: float) -> int:
-            seconds = left / NUM_WHOLE_RUNS - RUN_SECONDS
+            seconds = left / self._num_runs - RUN_SECONDS
             return int(seconds * FIRST_SHARE * capacity * factor / first / SENT_PER_COUNTED)
 
         least = self._source.least_factor()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ class HttpMeasure:
         num_counted: requests that count in each run.
         deadline: seconds from when a request is due until it is given up.
         report: told the rate and how many of how many requests have ended.
+        goes_on: with a run that is certain to be lost, too.
+        idle_seconds: to wait for the server to be idle before a run.
     """
 
     endpoint: Endpoint
@@ -42,6 +45,8 @@ class HttpMeasure:
     num_counted: int
     deadline: float
     report: Callable[[float, int, int], object] = lambda _rate, _ended, _total: None
+    goes_on: bool = False
+    idle_seconds: float = IDLE_SECONDS
 
     def __call__(self, rate: float, seed: int) -> Run:
         """One run in an open loop; another time the same lengths come with other words."""
@@ -49,8 +54,8 @@ class HttpMeasure:
         num_of = [load.classes[slice(*load.counted)].count(number) for number in range(len(self.source.classes))]
         job = replace(
             self._job(load),
-            allowed_late=tuple([ALLOWED_MISSES * number for number in num_of]),
-            allowed_errors=self.source.promise.max_error_share * self.num_counted,
+            allowed_late=tuple([math.inf if self.goes_on else ALLOWED_MISSES * number for number in num_of]),
+            allowed_errors=math.inf if self.goes_on else self.source.promise.max_error_share * self.num_counted,
             scrape=self.endpoint.scrape,
         )
         told = self._run(job, rate)
@@ -144,7 +149,7 @@ class HttpMeasure:
         if not self.endpoint.has_metrics:
             time.sleep(PAUSE_SECONDS)
             return
-        until = time.monotonic() + IDLE_SECONDS
+        until = time.monotonic() + self.idle_seconds
         while time.monotonic() < until:
             values = self.endpoint.metrics()
             if not values.get("num_requests_running", 0.0) + values.get("num_requests_waiting", 0.0):

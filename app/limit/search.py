@@ -47,7 +47,7 @@ def search(
         All runs in the order in which they were made, one at least. A run in which the generator was late is made
         again once; where it was late again, no higher rate is tried.
     """
-    runs = _bracketed(measure, start, seeds[0], afford)
+    runs = bracketed(measure, start, seeds[0], afford)
     low, high = edge(runs)
     while low and high and high / low > 1 + precision and afford(middle := math.sqrt(low * high)):
         runs += _valid_if_possible(measure, middle, seeds[0], afford)
@@ -77,10 +77,16 @@ def edge(runs: Sequence[Run]) -> tuple[float | None, float | None]:
     return low, min([rate for rate in rates if rate > low], default=None)
 
 
-def _bracketed(measure: Measure, start: float, seed: int, afford: Callable[[float], bool]) -> list[Run]:
-    """Runs up to the first of the other kind: that does not hold after some that did, or the other way round."""
+def bracketed(
+    measure: Measure, start: float, seed: int, afford: Callable[[float], bool], *, step: float = STEP
+) -> list[Run]:
+    """Runs up to the first of the other kind: that does not hold after some that did, or the other way round.
+
+    Args:
+        step: the ratio of the first two rates; those that follow are further apart.
+    """
     runs = _valid_if_possible(measure, start, seed, afford)
-    step = STEP if _holds(runs[0]) else 1 / STEP
+    step = step if _holds(runs[0]) else 1 / step
     while _holds(runs[-1]) == _holds(runs[0]):
         rate = runs[-1].rate * step
         if not start * LEAST <= rate <= start * MOST or not afford(rate):

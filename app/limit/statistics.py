@@ -29,9 +29,10 @@ MIN_EXCESS: Final = 1 / MAX_EXCESS
 
 
 class Interval(NamedTuple):
-    """The limit in requests a second, and between what it lies in nine of ten draws.
+    """An estimate, and between what it lies in nine of ten draws.
 
-    `low` is of the lowest among the seeds, as the limit itself is, `high` of the highest.
+    Of a limit, in requests a second, `low` is of the lowest among the seeds, as the limit itself is, `high` of the
+    highest.
     """
 
     estimate: float
@@ -52,6 +53,19 @@ def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None
         float(np.percentile([least if pair[side] is None else pair[side] for pair in drawn], percent))
         for side, percent in enumerate(INTERVAL)
     )
+    return Interval(estimate, min(low, estimate), max(high, estimate))
+
+
+def margin_of(run: Run, other: Run, num_draws: int = NUM_DRAWS) -> Interval | None:
+    """How far a run is from the promise, over how far another is of the same requests at the same rate.
+
+    Below 1 it is nearer. The same requests are drawn for both. `None` where one of them was ended early.
+    """
+    if run.stopped or other.stopped or len(run.seen) != len(other.seen):
+        return None
+    ratios = np.exp(_drawn(run, num_draws) - _drawn(other, num_draws))
+    estimate = math.exp(_log(run.excess) - _log(other.excess))
+    low, high = (float(np.percentile(ratios, percent)) for percent in INTERVAL)
     return Interval(estimate, min(low, estimate), max(high, estimate))
 
 

@@ -36,6 +36,7 @@ class Outcome:
         runs: of the search; none where one user alone was too much already.
         seconds: all of it took.
         remarks: what a reader must know beside the figures.
+        tune: what came of tuning (`app/limit/tune_result.py`), where the server was tuned.
     """
 
     server: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Outcome:
     runs: Sequence[Run]
     seconds: float
     remarks: Sequence[str] = ()
+    tune: Mapping[str, Any] | None = None
 
 
 def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
@@ -68,6 +70,8 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
     }
     if limit is None:
         result["why"] = _why(outcome)
+    if outcome.tune is not None:
+        result["tune"] = dict(outcome.tune)
     return result | {"remarks": [*outcome.remarks, *_remarks(result, runs)]}
 
 

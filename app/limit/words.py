@@ -87,7 +87,7 @@ def table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
                 _holds(run),
             ]
         )
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _table_of_classes(result: Mapping[str, Any]) -> list[str]:
@@ -96,7 +96,7 @@ def _table_of_classes(result: Mapping[str, Any]) -> list[str]:
         for one, latencies in zip(result["classes"], run["classes"], strict=True):
             cells = [str(numbers.seconds(latencies[f"{name}_p95_seconds"])) for name in LATENCIES]
             rows.append([per_second(run["rate"]), one["name"], *cells])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _latency_cells(run: Mapping[str, Any], samples: int) -> list[str]:
@@ -121,8 +121,8 @@ def per_second(rate: float) -> str:
     return f"{rate:.{max(0, 2 - max(0, math.floor(math.log10(rate))))}f}" if rate > 0 else "0"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns to the right, the last one to the left."""
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of a table, to the right, the last one to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + f"  {row[-1]}"

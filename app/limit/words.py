@@ -136,7 +136,7 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     if limit is None:
         return [f"No limit: {result['why']}"]
     least = "at least " if limit["is_at_least"] else ""
-    broken = f"; beyond it {_broken_words(limit['broken_promise'])}" if limit["broken_promise"] else ""
+    broken = f"; beyond it {broken_words(limit['broken_promise'])}" if limit["broken_promise"] else ""
     lines = [
         f"The limit is {least}{per_second(limit['requests_per_second'])} requests/s (between "
         f"{per_second(limit['low'])} and {per_second(limit['high'])}), bound by {limit['bound_by']}{broken}.",
@@ -150,7 +150,8 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _broken_words(promise: str) -> str:
+def broken_words(promise: str) -> str:
+    """What happens where a promise is not kept, as `excess` names it."""
     name, of, work_class = promise.partition(" of ")
     return BROKEN[name].format(of=of + work_class)
 

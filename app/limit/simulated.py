@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.simulator import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from app.compare.simulated import Machine
     from app.limit.load import Load, Source
@@ -118,16 +118,8 @@ def find_simulated(
     Raises:
         ConfigError: there are several classes of work, or nothing can be served.
     """
-    if len(source.classes) > 1:
-        raise ConfigError("A simulation has one class of work; leave --mix out.")
     began = time.monotonic()
-    context = min(machine.context_length, machine.num_blocks * config.block_size)
-    source = replace(source, max_model_len=context)
-    source = replace(source, factor=options.factor or source.least_factor())
-    measure = SimulatedMeasure(machine, config, source, options.requests or DEFAULT_REQUESTS)
-    capacity = measure.capacity(options.seed)
-    if not capacity:
-        raise ConfigError("None of the requests fits into this machine's memory.")
+    measure, capacity = prepare_simulated(machine, config, source, options)
 
     def afford(rate: float) -> bool:
         gone = time.monotonic() - began
@@ -141,5 +133,27 @@ def find_simulated(
         return run
 
     runs = search(measured, FIRST_SHARE * capacity, options.seeds, afford=afford)
+    return outcome_of(measure, capacity, runs, time.monotonic() - began)
+
+
+def prepare_simulated(
+    machine: Machine, config: EngineConfig, source: Source, options: Options
+) -> tuple[SimulatedMeasure, float]:
+    """With the requests settled on; and the capacity in requests a second. Raises as `find_simulated`."""
+    if len(source.classes) > 1:
+        raise ConfigError("A simulation has one class of work; leave --mix out.")
+    context = min(machine.context_length, machine.num_blocks * config.block_size)
+    source = replace(source, max_model_len=context)
+    source = replace(source, factor=options.factor or source.least_factor())
+    measure = SimulatedMeasure(machine, config, source, options.requests or DEFAULT_REQUESTS)
+    capacity = measure.capacity(options.seed)
+    if not capacity:
+        raise ConfigError("None of the requests fits into this machine's memory.")
+    return measure, capacity
+
+
+def outcome_of(measure: SimulatedMeasure, capacity: float, runs: Sequence[Run], seconds: float) -> Outcome:
+    """Everything that was measured."""
+    machine = measure.machine
     described = {"model": f"Simulated: {machine.model} in {machine.dtype}", **machine.described}
-    return Outcome(described, source, None, capacity, runs, time.monotonic() - began)
+    return Outcome(described, measure.source, None, capacity, runs, seconds)

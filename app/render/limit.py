@@ -1,0 +1,286 @@
+"""A search for the operating limit, as its page shows it: from the object of `/ops/limit/<search_id>.json`."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from app.limit.against import against_lines
+from app.limit.runs import WANTED_SAMPLES
+from app.limit.words import NAMES, broken_words, per_second
+from app.render import numbers
+from app.render.curve import Curve, Limit, Point, draw_curve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from markupsafe import Markup
+
+LATENCIES: Final = {"ttft": "First token", "itl": "Between tokens", "e2e": "End to end"}
+# Of a search that ended without a limit: its heading, and how bad that is.
+ENDS: Final = {
+    "none": ("No limit was found", "warn"),
+    "users": ("It ended: users came", "warn"),
+    "stopped": ("It was stopped", ""),
+    "failed": ("It failed", "bad"),
+    "late": ("It ran out of time", "bad"),
+    "shutdown": ("The server ended", ""),
+}
+MAX_SHOWN: Final = 300  # characters of what a process said
+ENOUGH: Final = WANTED_SAMPLES[95]
+
+
+class Tile(NamedTuple):
+    """A figure of the outcome."""
+
+    title: str
+    text: str
+    unit: str
+    note: str
+
+
+class Picture(NamedTuple):
+    """A curve with its caption."""
+
+    title: str
+    note: str
+    plot: Markup
+
+
+def control_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Whether one runs, and whose it is."""
+    if told is None:
+        return {"search": None}
+    return {
+        "search": told["id"],
+        "running": told["end"] is None,
+        "stopping": told["stopping"],
+        "about": _about(told),
+        "note": told["asked"]["note"],
+        "beside": told["asked"]["beside_users"],
+    }
+
+
+def progress_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is tried now, and how much time is left; nothing where none runs."""
+    if told is None or told["end"] is not None:
+        return {"trying": None}
+    trying, planned = told["trying"], told["planned_seconds"]
+    what = told["what"]
+    if trying["total"]:
+        rate = f"{per_second(trying['rate'])} requests/s" if trying["rate"] else "As many as there are seats, at once"
+        what = f"{rate}: {trying['ended']} of {numbers.plural(trying['total'], 'request')} answered"
+    left = max(0.0, planned - told["seconds"])
+    return {
+        "trying": what[:MAX_SHOWN],
+        "left": f"about {numbers.duration(left)} left" if left >= 1 else "about to end",
+        "percent": min(100, round(100 * told["seconds"] / planned)) if planned else 0,
+        "runs": len(told["curve"]),
+    }
+
+
+def outcome_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
+    """How it ended: the limit in tiles, or in words why there is none."""
+    if told is None or told["end"] is None:
+        return {"end": None}
+    heading, level = ENDS.get(told["end"], ("", ""))
+    result = told["result"]
+    return {
+        "end": told["end"],
+        "heading": heading,
+        "level": level,
+        "why": told["why"][:MAX_SHOWN],
+        "tiles": _tiles(result, told["asked"]) if result is not None and result["limit"] is not None else [],
+        "remarks": [*told["remarks"], *(result["remarks"] if result is not None else [])],
+        "few": told["result"] is None and bool(told["curve"]),
+    }
+
+
+def curve_variables(told: Mapping[str, Any] | None, older: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A picture for each latency; none before the first run has ended."""
+    if told is None or not (told["curve"] or told["trying"]["rate"]):
+        return {"pictures": [], "older": None}
+    pictures = [_picture(name, title, told, older) for name, title in LATENCIES.items()]
+    return {"pictures": pictures, "older": None if older is None else _about(older)}
+
+
+def run_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A row for each run, by rising rate; before them those of the closed loops."""
+    if told is None:
+        return {"rows": [], "starred": False, "enough": ENOUGH}
+    closed = [
+        (title, told[name]) for title, name in (("one user alone", "single_user"), ("all seats at once", "capacity"))
+    ]
+    rows = [_row(title, run, "") for title, run in closed if run is not None]
+    rows += [
+        _row(per_second(run["rate"]), run, verdict_words(run))
+        for run in sorted(told["curve"], key=lambda run: run["rate"])
+    ]
+    return {"rows": rows, "starred": any(row["few"] for row in rows), "enough": ENOUGH}
+
+
+def kept_variables(briefs: Sequence[Mapping[str, Any]], problem: str) -> dict[str, Any]:
+    """The list of those that ended."""
+    rows = [
+        {
+            "id": brief["id"],
+            "time": _clock(brief["began"]),
+            "workload": brief["workload"],
+            "note": brief["note"],
+            "beside": brief["beside_users"],
+            "limit": _interval(brief),
+            "bound_by": brief["bound_by"],
+            "end": ENDS.get(brief["end"], ("", ""))[0],
+        }
+        for brief in briefs
+    ]
+    return {"kept": rows, "kept_problem": problem}
+
+
+def one_variables(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A search that ended, or goes on."""
+    return {
+        "search": told["id"],
+        "title": "A search for the limit",
+        "about": _about(told),
+        "note": told["asked"]["note"],
+        "comparison": [],
+        **outcome_variables(told),
+        **curve_variables(told),
+        **run_variables(told),
+    }
+
+
+def two_variables(newer: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Any]:
+    """Two of them; the older one is drawn pale behind the newer."""
+    now, then = newer["result"], older["result"]
+    comparison = [f"Then: {end_words(older)}.", f"Now: {end_words(newer)}."]
+    return one_variables(newer) | {
+        "title": "Two searches",
+        "comparison": comparison if now is None or then is None else against_lines(now, then),
+        "older_note": older["asked"]["note"],
+        "older_rows": run_variables(older)["rows"],
+        **curve_variables(newer, older),
+    }
+
+
+def end_words(told: Mapping[str, Any]) -> str:
+    """How a search ended, in a sentence without a full stop."""
+    limit = told["result"]["limit"] if told["result"] is not None else None
+    if limit is None:
+        heading = ENDS.get(told["end"], (told["end"], ""))[0]
+        return f"{heading}: {told['why']}".rstrip(".: ")[:MAX_SHOWN]
+    return f"{_interval(limit)}, bound by {limit['bound_by']}"
+
+
+def verdict_of(run: Mapping[str, Any]) -> str:
+    """Whether the promises held: `yes`, `no` or `unknown`."""
+    return "unknown" if run["holds"] is None else "yes" if run["holds"] else "no"
+
+
+def verdict_words(run: Mapping[str, Any]) -> str:
+    """The same in words, with what did not hold."""
+    match verdict_of(run):
+        case "yes":
+            return "holds"
+        case "no":
+            worst = max(run["excess"], key=run["excess"].get)
+            return f"no: {broken_words(worst)}" + (", ended early" if run["stopped_early"] else "")
+        case _:
+            return f"unknown: sent {numbers.seconds(run['dispatch_lag_p99_seconds'])} late"
+
+
+def _picture(name: str, title: str, told: Mapping[str, Any], older: Mapping[str, Any] | None) -> Picture:
+    target = None if told["asked"]["mix"] else told["asked"][f"{name}_p95_seconds"]
+    drawn = draw_curve(
+        Curve(
+            title=f"{title}, p95",
+            points=_points(name, told),
+            word=lambda value: str(numbers.seconds(value)) if value else "0",
+            target=target,
+            trying=told["trying"]["rate"],
+            limit=_limit(told),
+            older=_points(name, older) if older is not None else (),
+            older_limit=_limit(older) if older is not None else None,
+        )
+    )
+    promised = f"target {numbers.seconds(target)}" if target else "nothing promised"
+    return Picture(title, f"p95, {promised}", drawn)
+
+
+def _points(name: str, told: Mapping[str, Any]) -> list[Point]:
+    points = []
+    for run in told["curve"]:
+        value = run[f"{name}_p95_seconds"]
+        if value is not None:
+            at = f"{per_second(run['rate'])} requests/s: {numbers.seconds(value)}"
+            points.append(Point(run["rate"], value, verdict_of(run), f"{at}, {verdict_words(run)}"))
+    return points
+
+
+def _limit(told: Mapping[str, Any]) -> Limit | None:
+    limit = told["result"]["limit"] if told["result"] is not None else None
+    return None if limit is None else Limit(limit["low"], limit["requests_per_second"], limit["high"])
+
+
+def _tiles(result: Mapping[str, Any], asked: Mapping[str, Any]) -> list[Tile]:
+    limit, single = result["limit"], result["single_user"]
+    least = "at least; " if limit["is_at_least"] else ""
+    between = f"{least}between {per_second(limit['low'])} and {per_second(limit['high'])}"
+    broken = limit["broken_promise"]
+    speed = numbers.rate(limit["output_tokens_per_second"]).text
+    tiles = [
+        Tile("Operating limit", per_second(limit["requests_per_second"]), "requests/s", between),
+        Tile("Bound by", limit["bound_by"], "", f"beyond it {broken_words(broken)}" if broken else ""),
+        Tile("Just below it", speed, "tokens/s", f"goodput {limit['goodput']:.2f} requests/s"),
+    ]
+    if limit["users"] is not None:
+        thinks = f"each {asked['think_time']:g} s between an answer and the next question"
+        tiles.append(Tile("Users at once", numbers.count(int(limit["users"])), "", thinks))
+    if limit["cost_per_million_output_tokens"] is not None:
+        cost, price = limit["cost_per_million_output_tokens"], asked["price_per_hour"]
+        tiles.append(Tile("A million output tokens", f"{cost:.2f}", "", f"at {price:g} an hour"))
+    if single is not None:
+        whole = f"whole answer {numbers.seconds(single['e2e_p50_seconds'])}"
+        first = numbers.seconds(single["ttft_p50_seconds"])
+        tiles.append(Tile("One user alone", first.text, f"{first.unit} to the first token", f"median; {whole}"))
+    return tiles
+
+
+def _row(title: str, run: Mapping[str, Any], verdict: str) -> dict[str, Any]:
+    few = run["requests"] < ENOUGH
+    return {
+        "title": title,
+        "latencies": [str(numbers.seconds(run[f"{name}_p95_seconds"])) for name in LATENCIES],
+        "few": few,
+        "answers": numbers.count(run["requests"]),
+        "errors": numbers.count(run["errors"]),
+        "goodput": f"{run['goodput']:.2f}" if verdict else numbers.MISSING,
+        "waiting": f"{run['waiting']:.1f}",
+        "tokens": numbers.rate(run["output_tokens_per_second"]).text,
+        "late": str(numbers.seconds(run["dispatch_lag_p99_seconds"])),
+        "verdict": verdict,
+        "level": verdict_of(run) if verdict else "",
+    }
+
+
+def _about(told: Mapping[str, Any]) -> str:
+    asked = told["asked"]
+    targets = [
+        f"{NAMES[name]} within {asked[f'{name}_p95_seconds']:g} s"
+        for name in LATENCIES
+        if asked[f"{name}_p95_seconds"] is not None
+    ]
+    promised = f"95 % of {', '.join(targets)}" if targets else "targets of their own"
+    return f"{asked['workload']}; {promised}; by {told['who']}, {_clock(told['began'])}"
+
+
+def _interval(limit: Mapping[str, Any]) -> str | None:
+    if limit["requests_per_second"] is None:
+        return None
+    estimate, low, high = (per_second(limit[name]) for name in ("requests_per_second", "low", "high"))
+    return f"{estimate} requests/s ({low} to {high})"
+
+
+def _clock(iso: str) -> str:
+    return numbers.clock(datetime.fromisoformat(iso).timestamp())

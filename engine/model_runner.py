@@ -32,7 +32,7 @@ NUM_SPARE_BLOCKS = 2  # the null block, and one for padding
 
 
 class ModelRunner:
-    """A model with its cache.
+    """A model with its cache. `launch` computes the step, `collect` hands over what came of it.
 
     Args:
         dtype: one of `engine.precision.NAMES`.
@@ -47,6 +47,8 @@ class ModelRunner:
     Raises:
         ConfigError: a dtype is not known, or does not go with the model or the other one.
     """
+
+    overlaps = False
 
     def __init__(
         self,
@@ -152,6 +154,14 @@ class ModelRunner:
         seconds = time.perf_counter() - begin
         token_ids = tuple(drawn.token_ids.tolist())
         return StepOutput(batch.step, token_ids, failures, seconds, drawn.logprobs, drawn.forced, drawn.accepted)
+
+    def launch(self, batch: ScheduledBatch) -> StepOutput:
+        """As `execute`."""
+        return self.execute(batch)
+
+    def collect(self, ticket: StepOutput) -> StepOutput:
+        """What came of a step that was launched."""
+        return ticket
 
     def take_seconds(self) -> dict[str, float]:
         """Where the time of steps went since the last call of this, by part."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from contextlib import asynccontextmanager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import outcome
 import trio
@@ -21,16 +21,43 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# What a runner knows a launched step by; nobody else looks into it.
+Ticket: TypeAlias = Any
+
 
 class Runner(Protocol):
-    """Whatever can execute a step. All calls come from one thread."""
+    """Whatever can execute a step. All calls come from one thread.
+
+    A step is computed at once (`execute`) or in two halves (`launch`, `collect`). Steps are computed in the order in
+    which they were launched and collected in that order, each once; not more than two are launched and not collected.
+    """
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` comes back before the step is computed, so that the next one can be planned meanwhile.
+
+        A batch may then begin where the one before it has drawn a token that nobody has read yet: for a row without a
+        constraint, the runner itself takes the token from there. Such a batch has no drafts.
+        """
+        ...
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
-        """Compute the batch's tokens and draw a token for each row that samples."""
+        """Compute the batch's tokens and draw a token for each row that samples: `launch` and `collect` in one."""
+        ...
+
+    def launch(self, batch: ScheduledBatch) -> Ticket:
+        """Begin a step, behind those that were launched before; does not wait for any of them."""
+        ...
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        """Wait for the oldest step that was launched and give back what came of it."""
         ...
 
     def reset(self) -> None:
-        """Forget every sequence and all that was computed: a step has failed, and none of it is to be trusted."""
+        """Forget every sequence and all that was computed: a step has failed, and none of it is to be trusted.
+
+        Steps that were launched and not collected are waited for, and what they give is forgotten too.
+        """
         ...
 
 

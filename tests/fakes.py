@@ -211,6 +211,8 @@ class FakeRunner:
         before_step: called with each batch first; may raise, to make the step fail.
     """
 
+    overlaps = False
+
     def __init__(
         self,
         num_blocks: int,
@@ -259,6 +261,13 @@ class FakeRunner:
             if index in batch.drafts and (behind := self._draw_behind(row, known, batch.drafts[index])):
                 accepted[index] = behind
         return StepOutput(batch.step, tuple(token_ids), failures, logprobs=logprobs, forced=forced, accepted=accepted)
+
+    def launch(self, batch: ScheduledBatch) -> Any:
+        return self.execute(batch)
+
+    def collect(self, ticket: Any) -> StepOutput:
+        output: StepOutput = ticket
+        return output
 
     def reset(self) -> None:
         self._memory = [[-1] * self._block_size for _ in self._memory]

@@ -61,6 +61,8 @@ READ_SECONDS: Final = 0.05
 class SleepingRunner:
     """Takes its time and answers with letters."""
 
+    overlaps = False
+
     def __init__(self, step_seconds: float) -> None:
         self._step_seconds = step_seconds
 
@@ -82,6 +84,8 @@ class Moment:
 
 class Watched:
     """Notes when each step begins, and what the process had used by then."""
+
+    overlaps = False
 
     def __init__(self, runner: Runner, loop_clock: Callable[[], float]) -> None:
         self._runner = runner

@@ -59,7 +59,7 @@ def test_each_step_is_told_after_it_was_computed() -> None:
     assert told == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
-class Failing:
+class Failing(FakeRunner):
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         return StepOutput(batch.step, (-1,), {0: "not a number"})
 
@@ -78,16 +78,28 @@ def one_row(params: SamplingParams) -> ScheduledBatch:
 
 
 def test_a_row_that_failed_stays_failed() -> None:
-    output = ScriptedRunner(Failing()).execute(one_row(scripted(1)))
+    output = ScriptedRunner(Failing(1, 1)).execute(one_row(scripted(1)))
     assert output.token_ids == (-1,)
     assert output.failures == {0: "not a number"}
 
 
 def test_without_a_stop_token_it_says_so() -> None:
     with pytest.raises(ValueError, match="no stop token"):
-        ScriptedRunner(Failing()).execute(one_row(SamplingParams()))
+        ScriptedRunner(Failing(1, 1)).execute(one_row(SamplingParams()))
 
 
 def test_drafts_have_no_place_there() -> None:
     with pytest.raises(ValueError, match="no drafts"):
-        ScriptedRunner(Failing()).execute(replace(one_row(scripted(1)), drafts={0: (1,)}))
+        ScriptedRunner(Failing(1, 1)).execute(replace(one_row(scripted(1)), drafts={0: (1,)}))
+
+
+def test_who_ends_is_told_when_the_step_is_launched_though_its_seat_is_another_s_by_then() -> None:
+    runner = ScriptedRunner(FakeRunner(4, 4))
+    first = replace(one_row(scripted(1)), new_blocks=((0, (0,)),))
+    ticket = runner.launch(first)
+    behind = replace(
+        first, step=2, sequence_ids=(2,), seated=(Seated(0, 2, (5, 6), 2, scripted(9)),), new_blocks=((0, (1,)),)
+    )
+    other = runner.launch(behind)
+    assert runner.collect(ticket).token_ids == (EOS,)
+    assert runner.collect(other).token_ids != (EOS,)

@@ -23,7 +23,7 @@ GROUP_ELEMENTS = 512 * 1024
 
 
 class AttentionRows(NamedTuple):
-    """Which tokens attend to which blocks.
+    """Which tokens attend to which blocks. On a GPU all three are int32.
 
     Attributes:
         block_tables: [R, blocks] int64; entries beyond a row's length name the null block, which is all zeros.

@@ -91,30 +91,34 @@ def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor, 
         kv_cache[block_id, :, :, offset] = to_lines(new) if kv_cache.dtype == torch.int8 else new.to(kv_cache.dtype)
 
 
-def paged_attention(query: torch.Tensor, kv_cache: torch.Tensor, rows: AttentionRows) -> torch.Tensor:
+def paged_attention(
+    query: torch.Tensor, kv_cache: torch.Tensor, rows: AttentionRows, *, scales: torch.Tensor | None = None
+) -> torch.Tensor:
     """Causal attention of each row's new tokens over all of its tokens in the paged cache.
 
     Args:
         query: [N, H, D]; the rows' tokens one row after the other, as `rows.query_start_loc` says.
         kv_cache: [blocks, 2, KVH, block_size, D]; holds the new tokens already. Of int8 as in kernels/byte_lines.py.
         rows: their block tables and lengths.
+        scales: [2, KVH] float32, what the cache's numbers are to be multiplied with: keys, then values.
 
     Returns:
         [N, H, D] float32.
     """
     heads, size = query.shape[1:]
     kv_heads = kv_cache.shape[2]
-    out = torch.empty(query.shape, dtype=torch.float32)
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     starts = rows.query_start_loc.tolist()
     for row, seq_len in enumerate(rows.seq_lens.tolist()):
         first, last = starts[row], starts[row + 1]
         blocks = kv_cache[rows.block_tables[row]].permute(0, 3, 1, 2, 4)
         lines = blocks.flatten(0, 1)[:seq_len]
         kv = from_lines(lines) if lines.dtype == torch.int8 else lines.float()  # [T, 2, KVH, D]
+        kv = kv if scales is None else kv * scales[..., None]
         keys, values = kv.repeat_interleave(heads // kv_heads, dim=2).unbind(1)  # [T, H, D] each
         scores = torch.einsum("nhd,thd->hnt", query[first:last].float(), keys) / math.sqrt(size)
-        positions = torch.arange(seq_len - (last - first), seq_len)
-        later = torch.arange(seq_len)[None, :] > positions[:, None]  # [n, T]
+        positions = torch.arange(seq_len - (last - first), seq_len, device=query.device)
+        later = torch.arange(seq_len, device=query.device)[None, :] > positions[:, None]  # [n, T]
         weights = torch.softmax(scores.masked_fill(later, -math.inf), dim=-1)
         out[first:last] = torch.einsum("hnt,thd->nhd", weights, values)
     return out

@@ -1,15 +1,20 @@
-"""Runs the Triton kernels beside their references; to be started with TRITON_INTERPRET=1."""
+"""Runs the Triton kernels beside their references; to be started with TRITON_INTERPRET=1.
+
+Each kernel's small cases, and what stands in an `interpreted_….py` beside this file.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import torch
 
 from kernels import reference
+from kernels.bench.cases import TOLERANCE
+from kernels.bench.registry import small_cases
 from kernels.rms_norm import rms_norm
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+from tests.kernels.interpreted_attention import check_huge_block_ids, check_many_rows
 
 
 def check_rms_norm() -> int:
@@ -27,4 +32,12 @@ def check_rms_norm() -> int:
 
 
 if __name__ == "__main__":
-    print(f"rms_norm: {check_rms_norm()} cases agree")
+    agreed = Counter[str]()
+    for case in small_cases():
+        print(f"{case.kernel}: {case.shape}", flush=True)
+        case.make(torch.device("cpu")).check()
+        agreed[case.kernel] += 1
+    agreed["paged_attention"] += check_huge_block_ids() + check_many_rows()
+    agreed["rms_norm"] += check_rms_norm()
+    for kernel, count in agreed.items():
+        print(f"{kernel}: {count} cases agree")

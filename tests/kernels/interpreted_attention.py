@@ -1,0 +1,32 @@
+"""The attention where numbers grow large: what the small cases do not reach."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import reference
+from kernels.bench.attention import Shape, make_operands
+from kernels.bench.cases import assert_close
+from kernels.gpu.attention import paged_attention
+from tests.kernels.far import FAR_BYTES, far
+
+
+def check_huge_block_ids() -> int:
+    """Blocks so far from the cache's start that the way there does not fit into 32 bits; gives the number of cases."""
+    shapes = [Shape(rows, 2, 1, 64, dtype=torch.float32) for rows in (((20, 1), (5, 1)), ((3, 17), (15, 1)))]
+    for shape in shapes:
+        query, kv_cache, rows, _ = make_operands(shape, torch.device("cpu"))
+        expected = reference.paged_attention(query, kv_cache, rows)
+        behind = FAR_BYTES // kv_cache[0].nbytes
+        rows = rows._replace(block_tables=rows.block_tables + behind)
+        assert_close(paged_attention(query, far(kv_cache), rows, max_query_len=shape.max_query_len), expected, 1e-5)
+    return len(shapes)
+
+
+def check_many_rows() -> int:
+    """More rows than a program looks at in one go, some of them without tokens; gives the number of cases."""
+    shape = Shape(((0, 2),) * 200 + ((0, 0),) * 60 + ((7, 1),) * 2, 1, 1, 16, dtype=torch.float32)
+    query, kv_cache, rows, _ = make_operands(shape, torch.device("cpu"))
+    result = paged_attention(query, kv_cache, rows, max_query_len=2)
+    assert_close(result, reference.paged_attention(query, kv_cache, rows), 1e-5)
+    return 1

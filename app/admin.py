@@ -93,6 +93,7 @@ class TuningPage:
             "signed_in": ADMIN_COOKIE in request.cookies,
             "state_html": context.telemetry.draw_part("state"),
             "history_problem": context.journal.problem,
+            "recording": context.recorder.now,
             "undo": list_changes({name: (config["effective"][name], old) for name, old in live.undo.items()}),
             "off_start": list_changes(_differences(config["effective"], live.start)),
             "held": config["generation"] if held == str(config["generation"]) else None,

@@ -53,8 +53,9 @@ def keys_blueprint(context: Context) -> Blueprint:
     async def page(status: int = 200, **variables: Any) -> Response:
         shown = page_variables(keys.keyring, keys.problem, exposed=exposed) | variables
         state = context.telemetry.draw_part("state")
-        told = {"page": "admin", "state_html": state, "signed_in": ADMIN_COOKIE in request.cookies, **shown}
-        return await context.drawing.page(template, lambda: told, status)
+        shown |= {"page": "admin", "state_html": state, "signed_in": ADMIN_COOKIE in request.cookies}
+        shown["recording"] = context.recorder.now
+        return await context.drawing.page(template, lambda: shown, status)
 
     async def make_from_form() -> Response:
         form = await read_fields()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.context import Context
 
+    from app.recording.recorder import TrafficRecorder
     from app.tracing import Tracing
     from engine.engine import Engine
     from engine.handle import Handle
@@ -114,11 +115,13 @@ class Endings:
 
     Args:
         tracing: makes the traces; without, there are none.
+        recorder: writes down lengths and times where somebody wants it; without, nobody can.
     """
 
-    def __init__(self, engine: Engine, tracing: Tracing | None = None) -> None:
+    def __init__(self, engine: Engine, tracing: Tracing | None = None, recorder: TrafficRecorder | None = None) -> None:
         self._model = engine.model.name
         self._tracing = tracing
+        self._recorder = recorder
         self._origins: dict[int, Origin] = {}
         engine.on_closed = self._tell
 
@@ -130,16 +133,21 @@ class Endings:
         def opened(handle: Handle) -> None:
             handles.append(handle)
             self._origins[handle.sequence_id] = origin
+            if self._recorder is not None:
+                self._recorder.opened(handle)
 
         return opened
 
     def _tell(self, handle: Handle, record: RequestRecord | None) -> None:
         """Called by the engine's task, which must go on whatever happens here."""
         origin = self._origins.pop(handle.sequence_id, None)
-        if record is None and handle.abort_cause is None:
-            return  # refused; whoever answers tells of it
+        is_refused = record is None and handle.abort_cause is None
         try:
             ending = Ending.of(handle, record, "" if origin is None else origin.request_id, trio.current_time())
+            if self._recorder is not None:
+                self._recorder.ended(handle.sequence_id, None if is_refused else ending)
+            if is_refused:
+                return  # whoever answers tells of it
             log.info("finished", extra={FIELDS: ending.as_fields(self._model)})
             if self._tracing is not None:
                 self._tracing.add(ending, self._model, None if origin is None else origin.parent)

@@ -17,6 +17,7 @@ from werkzeug.exceptions import HTTPException
 
 from app.admin import admin_blueprint
 from app.admin_keys import keys_blueprint
+from app.admin_recordings import recordings_blueprint
 from app.api import api_blueprint
 from app.api.anthropic import MESSAGES_URL
 from app.api.anthropic_answer import error_response
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from app.lifecycle import Lifecycle
     from app.limits import Limits
     from app.live_config import LiveConfig
+    from app.recording.recorder import TrafficRecorder
     from app.telemetry import Telemetry
     from engine.engine import Engine
 
@@ -89,7 +91,8 @@ class Context:
         callers: what each API key may expect.
         keys: the API keys, and the only way to change them.
         limits: how much each of them may ask for.
-        endings: tells the log, and traces where they are wanted, of each request that ended.
+        endings: tells the log, and traces and a recording where they are wanted, of each request that ended.
+        recorder: makes recordings of lengths and times, and knows those that are kept.
         live: the only way to change the settings that move.
         effects: what came of such changes.
         services: what runs beside the server.
@@ -110,6 +113,7 @@ class Context:
     keys: KeyService
     limits: Limits
     endings: Endings
+    recorder: TrafficRecorder
     services: Services = field(default_factory=Services)
     started_at: int = field(default_factory=lambda: int(time.time()))
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -137,6 +141,7 @@ def create_app(context: Context) -> QuartTrio:
         api_blueprint(context),
         admin_blueprint(context),
         keys_blueprint(context),
+        recordings_blueprint(context),
         probes_blueprint(context),
         metrics_blueprint(context),
         pages_blueprint(context),

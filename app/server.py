@@ -26,6 +26,7 @@ from app.limits import Limits
 from app.listening import cannot_listen
 from app.live_config import LiveConfig
 from app.logs import FIELDS
+from app.recording.recorder import TrafficRecorder
 from app.services import keep_notices, watch_stalls
 from app.telemetry import Telemetry
 
@@ -53,11 +54,12 @@ async def serve_engine(
     keys: KeyService | None = None,
     journal: Journal | None = None,
     tracing: Tracing | None = None,
+    recorder: TrafficRecorder | None = None,
 ) -> None:
     """Serve a running engine on a bound socket until a signal; the socket is closed at the end."""
     tune_interpreter()
     lifecycle = Lifecycle()
-    context = make_context(settings, engine, lifecycle, keys, journal, tracing)
+    context = make_context(settings, engine, lifecycle, keys, journal, tracing, recorder)
     drain_seconds = settings.server.drain_timeout_seconds
     async with trio.open_nursery() as nursery:
         nursery.start_soon(context.telemetry.run)
@@ -68,6 +70,7 @@ async def serve_engine(
             "keys": context.keys.run,
             "journal": context.journal.run,
             "refusals": context.refusals.run,
+            "recorder": context.recorder.run,
             "notices": partial(keep_notices, engine, context.journal, context.live),
             "stall_watch": partial(watch_stalls, engine),
         }
@@ -98,6 +101,7 @@ def make_context(
     keys: KeyService | None = None,
     journal: Journal | None = None,
     tracing: Tracing | None = None,
+    recorder: TrafficRecorder | None = None,
 ) -> Context:
     """What the routes work with, around a running engine.
 
@@ -105,8 +109,10 @@ def make_context(
         keys: without, those of the settings are all there are.
         journal: without, nothing outlives the process.
         tracing: without, there are no traces.
+        recorder: without, nothing can be recorded.
     """
     journal = Journal() if journal is None else journal
+    recorder = TrafficRecorder(None, journal) if recorder is None else recorder
     keys = KeyService(Keyring(settings)) if keys is None else keys
     effects = EffectWatch(engine, journal)
     return Context(
@@ -120,7 +126,8 @@ def make_context(
         callers=Callers(settings, keys.keyring),
         keys=keys,
         limits=Limits(keys.keyring.get),
-        endings=Endings(engine, tracing),
+        endings=Endings(engine, tracing, recorder),
+        recorder=recorder,
     )
 
 

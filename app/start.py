@@ -20,6 +20,7 @@ from app.journal.journal import open_journal
 from app.key_service import open_keys
 from app.listening import open_listening_socket
 from app.logs import open_logs
+from app.recording.recorder import open_recorder
 from app.tracing import open_tracing
 from engine.engine import open_engine
 from engine.errors import EngineError, RelevoError
@@ -64,7 +65,12 @@ def is_fault(error: BaseException) -> bool:
 
 async def _serve(settings: Settings, tracing: Tracing | None) -> None:
     folder = state_dir(settings, environment())
-    async with open_keys(settings, folder) as keys, open_journal(folder) as journal, trio.open_nursery() as nursery:
+    async with (
+        open_keys(settings, folder) as keys,
+        open_journal(folder) as journal,
+        open_recorder(folder, journal) as recorder,
+        trio.open_nursery() as nursery,
+    ):
         Callers(settings, keys.keyring)  # unknown names of keys are refused before the model is loaded
         with open_listening_socket(settings.server.host, settings.server.port) as listener:
             # Loading lets go of the interpreter for about half of its time: enough to import Quart and the routes.
@@ -74,4 +80,4 @@ async def _serve(settings: Settings, tracing: Tracing | None) -> None:
             async with open_engine(config) as engine:
                 from app.server import serve_engine
 
-                await serve_engine(settings, engine, listener, keys, journal, tracing)
+                await serve_engine(settings, engine, listener, keys, journal, tracing, recorder)

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 from app.recording.lines import CACHED, CLASSES
 
-AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-MOONCAKE_FIELDS: Final = ("timestamp", "input_length", "output_length")
+AZURE_COLUMNS: Final[tuple[str, ...]] = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_FIELDS: Final[tuple[str, ...]] = ("timestamp", "input_length", "output_length")
 MOONCAKE_BLOCK: Final = 512
 MAX_TOKENS: Final = 10_000_000
 

@@ -52,6 +52,7 @@ EVENTS = {
     "drain": "Drain",
     "config": "Settings",
     "revert": "Revert",
+    "recording": "Recording",
     "preemptions": "Preemptions",
     "rejections": "Refusals",
     "stall": "Stall",

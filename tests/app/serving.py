@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from app.journal.journal import Journal
     from app.key_service import KeyService
+    from app.recording.recorder import TrafficRecorder
     from app.tracing import Tracing
     from engine.engine import Engine
 
@@ -80,16 +81,18 @@ async def open_server(
     keys: KeyService | None = None,
     journal: Journal | None = None,
     tracing: Tracing | None = None,
+    recorder: TrafficRecorder | None = None,
     host: str = "127.0.0.1",
     **fake: Any,
 ) -> AsyncIterator[Server]:
     """Serve on a free port of this machine. `limits` go to the engine's configuration, `fake` to the fake engine."""
     fake = {"step_seconds": 0.001, **fake}
     async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
-        context = make_context(settings or make_settings(), engine, Lifecycle(), keys, journal, tracing)
+        context = make_context(settings or make_settings(), engine, Lifecycle(), keys, journal, tracing, recorder)
         nursery.start_soon(context.live.run)
         nursery.start_soon(context.effects.run)
         nursery.start_soon(context.keys.run)
+        nursery.start_soon(context.recorder.run)
         with open_listening_socket(host, 0) as listener:
             await nursery.start(run_http, context, listener)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

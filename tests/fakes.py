@@ -32,6 +32,7 @@ EOS = 256
 CONTROL = {EOS: "<|end|>", 257: "<|user|>", 258: "<|assistant|>"}
 VOCAB_SIZE = 259
 LETTERS = b"abcdefghijklmnopqrstuvwxyz  "
+MAX_BATCHES = 1000
 
 
 class FakeTokenizer:
@@ -209,6 +210,9 @@ class FakeRunner:
         end_after: length at which an answer ends by itself, from its prompt; `None` never.
         answer: what is answered to a prompt instead of the model's own letters; `None` is the model's own.
         before_step: called with each batch first; may raise, to make the step fail.
+
+    Attributes:
+        batches: the first `MAX_BATCHES` that were executed.
     """
 
     overlaps = False
@@ -233,7 +237,8 @@ class FakeRunner:
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         if self._before_step is not None:
             self._before_step(batch)
-        self.batches.append(batch)
+        if len(self.batches) < MAX_BATCHES:
+            self.batches.append(batch)
         for seated in batch.seated:
             self._rows[seated.seat] = _Row(
                 seated.sequence_id, list(seated.token_ids), seated.num_prompt_tokens, seated.params

@@ -75,9 +75,9 @@ class Counters:
         else:
             self.num_recomputed_tokens += max(0, sequence.num_tokens_thrown_away - hits)
 
-    def count_prompt(self, sequence: Sequence) -> None:
-        """Count what was read of a prompt for the first time."""
-        read = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+    def count_prompt(self, sequence: Sequence, num_computed: int) -> None:
+        """Count what was read of a prompt for the first time, now that so many tokens of a sequence are computed."""
+        read = min(num_computed, sequence.num_prompt_tokens)
         if read > sequence.num_prompt_tokens_read:
             self.num_prompt_tokens += read - sequence.num_prompt_tokens_read
             sequence.num_prompt_tokens_read = read

@@ -92,7 +92,7 @@ def repeat(scheduler: Scheduler, batch: ScheduledBatch, num_steps: int, token_id
         sequence.num_computed_tokens = num_tokens - 1
         sequence.last_step = batch.step
         if num_tokens - 1 >= sequence.next_full:
-            kv_cache.remember(sequence)
+            kv_cache.remember(sequence, num_tokens - 1)
     counters, num_rows, num_padding = scheduler.counters, len(running), len(batch.padding)
     counters.num_rows += num_steps * (num_rows + num_padding)
     counters.num_useful_rows += num_steps * num_rows

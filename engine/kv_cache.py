@@ -100,7 +100,7 @@ class KVCache:
             return None
         sequence.num_remembered_blocks = len(block_ids)
         sequence.num_computed_tokens = len(block_ids) * self.block_size
-        self.remember(sequence)
+        self.remember(sequence, sequence.num_computed_tokens)
         return (*block_ids, *new_blocks)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
@@ -119,13 +119,17 @@ class KVCache:
             sequence.room = len(sequence.block_ids) * self.block_size
         return block_ids
 
-    def remember(self, sequence: Sequence) -> None:
-        """Put the blocks that have become full into the prefix cache; to be called when one has."""
+    def remember(self, sequence: Sequence, num_tokens: int) -> None:
+        """Put the blocks that have become full into the prefix cache; to be called when one has.
+
+        Args:
+            num_tokens: the first tokens of the sequence, which are known and were computed without a failure.
+        """
         size = self.block_size
         if not self.enable_prefix_caching:
             sequence.next_full = sequence.end_length + size
             return
-        for index in range(sequence.num_remembered_blocks, sequence.num_computed_tokens // size):
+        for index in range(sequence.num_remembered_blocks, num_tokens // size):
             token_ids = tuple(sequence.token_ids[index * size : (index + 1) * size])
             sequence.cache_parent = self.pool.cache.add(sequence.block_ids[index], sequence.cache_parent, token_ids)
             sequence.num_remembered_blocks = index + 1

@@ -53,7 +53,7 @@ class OnDemand:
 
     def expected_tokens(self, sequence: Sequence, block_size: int) -> int:
         """What is known, and one block more."""
-        return len(sequence.token_ids) + block_size
+        return len(sequence.token_ids) + sequence.num_pending_tokens + block_size
 
     def reserved_tokens(self, _sequence: Sequence, /) -> int:
         """None: who comes first to a block has it."""
@@ -94,7 +94,7 @@ class Predicted:
 
     def expected_tokens(self, sequence: Sequence, block_size: int) -> int:
         """Prompt and the length that four in five of the last answers did not exceed, if it is not past it already."""
-        known = len(sequence.token_ids) + block_size
+        known = len(sequence.token_ids) + sequence.num_pending_tokens + block_size
         if not self._sorted:
             return known
         likely = self._sorted[int(QUANTILE * (len(self._sorted) - 1))]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.batch import Ending, StepUpdate
+from engine.batch import StepUpdate
 from engine.batching import Moment, make_batching
 from engine.counters import Counters
 from engine.drafting import add_drafts
 from engine.members import Members
+from engine.outcomes import Outcomes
 from engine.plan import Plan
 from engine.policy import Outlook, make_admission
 from engine.sequence import FinishReason, Sequence, SequenceStatus
@@ -62,6 +63,7 @@ class Scheduler:
         self.interactive, self.background = self.classes = self._members.classes
         self._live = self._members.live
         self.aside = self._members.aside
+        self._outcomes = Outcomes(self._live, kv_cache, self.outlook, self.counters, self._finish)
         self._may_draft = may_draft
         self._step = 0
 
@@ -126,8 +128,14 @@ class Scheduler:
         return self.batching.opens_at if self.num_waiting else None
 
     def schedule(self, now: float) -> ScheduledBatch:
-        """Plan the next step. An empty batch means that nothing runs and nobody may sit down yet."""
+        """Plan the next step.
+
+        An empty batch means that nothing runs and nobody may sit down yet, or that what is under way must be known
+        first.
+        """
         plan = Plan(self._step + 1, self.limits)
+        if self._outcomes.is_any_under_way and self._lacks_blocks():
+            return plan.freeze()
         if not self.num_running:
             self._begin_batches()
         self.batching.pad(plan, self.num_running)
@@ -141,6 +149,22 @@ class Scheduler:
             self._step = plan.step
         return plan.freeze()
 
+    @property
+    def may_overlap(self) -> bool:
+        """Whether a step can be planned before it is known what the one before it has drawn."""
+        drafts = self._may_draft and self.limits.num_speculative_tokens
+        return not drafts and not self.batching.forms_batches
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """The step that was planned last is under way: the next is planned from where it will have come.
+
+        What came of each of them is to be told (`update`) in their order.
+
+        Raises:
+            ValueError: it has drafts.
+        """
+        self._outcomes.launch(batch)
+
     def update(
         self, batch: ScheduledBatch, output: StepOutput, now: float, into: StepUpdate | None = None
     ) -> StepUpdate:
@@ -149,38 +173,7 @@ class Scheduler:
         `into` is filled row by row: whoever gives one knows what was applied even where this raises.
         """
         update = StepUpdate.empty() if into is None else into
-        told = update.logprobs
-        live, failures, logprobs = self._live, output.failures, output.logprobs
-        forced, accepted = output.forced, output.accepted
-        has_more = bool(logprobs or forced or accepted)
-        num_dropped = 0
-        columns = zip(batch.sequence_ids, batch.starts, batch.counts, batch.samples, output.token_ids, strict=True)
-        for row, (sequence_id, start, count, samples, token_id) in enumerate(columns):
-            sequence = live.get(sequence_id)
-            if sequence is None or sequence.num_computed_tokens != start:
-                num_dropped += 1
-                continue
-            if failures and row in failures:
-                self._end(sequence, FinishReason.ERROR, update, failures[row])
-                continue
-            sequence.num_computed_tokens = end = start + count
-            if end >= sequence.next_full:
-                self.kv_cache.remember(sequence)
-            if sequence.first_token_time is None:
-                self.counters.count_prompt(sequence)
-                if samples:
-                    sequence.first_token_time = now
-            if samples:
-                sequence.token_ids.append(token_id)
-                update.tokens.append((sequence_id, token_id))
-                if token_id in sequence.stop_token_ids or len(sequence.token_ids) >= sequence.end_length:
-                    self._end_if_due(sequence, update)
-                if has_more:
-                    if row in logprobs:
-                        told[sequence_id] = [logprobs[row]]
-                    self._add_more(sequence, forced.get(row, ()), update)
-                    self._add_more(sequence, accepted.get(row, ()), update, were_drafted=True)
-        self.counters.count_step(batch, num_dropped)
+        self._outcomes.apply(batch, output, now, update)
         return update
 
     def admit_only(self, sequence_ids: Collection[int] | None) -> list[int]:
@@ -197,10 +190,11 @@ class Scheduler:
         Whoever was at its end when something broke is added to `update`.
         """
         lost = self._members.begin_anew()
+        self._outcomes.begin_anew()
         self.kv_cache.begin_anew(self._live.values())
         self._begin_batches()
         for sequence in [s for s in self._live.values() if s.num_output_tokens]:
-            self._end_if_due(sequence, update)
+            self._outcomes.end_if_due(sequence, update)
         return [sequence.sequence_id for sequence in lost]
 
     def check_integrity(self) -> None:
@@ -222,6 +216,13 @@ class Scheduler:
             self.outlook.admission = make_admission(self.limits.admission)
             self._in_force = (self.limits.policy, self.limits.admission)
             self.is_switching = False
+
+    def _lacks_blocks(self) -> bool:
+        """Whether one who sits would lose its seat for blocks, maybe to one that ends with the token under way."""
+        num_available = self.kv_cache.pool.num_available
+        if num_available >= self.num_running:
+            return False
+        return sum([sequence.num_tokens > sequence.room for sequence in self.running]) > num_available
 
     def _make_way(self, plan: Plan) -> None:
         """Let one who sits yield its seat to one with a better right; it waits at the front of its own key's line."""
@@ -250,7 +251,8 @@ class Scheduler:
         for sequence in order:
             if plan.tokens_left == 0:
                 break
-            seat, num_tokens, start = sequence.seat, len(sequence.token_ids), sequence.num_computed_tokens
+            seat, start = sequence.seat, sequence.num_computed_tokens
+            num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             if (
                 num_tokens <= sequence.room
                 and num_tokens - start == 1
@@ -262,8 +264,8 @@ class Scheduler:
                 plan.tokens_left -= 1
                 sequence.last_step = step
                 continue
-            if seat < 0:
-                continue  # lost its seat to an earlier one in this very pass
+            if seat < 0 or num_tokens == start:
+                continue  # lost its seat to an earlier one in this very pass; or waits for a token under way
             new_blocks = () if num_tokens <= sequence.room else self._make_room(sequence, plan)
             if new_blocks is not None:
                 plan.add(sequence, num_tokens - start, new_blocks)
@@ -271,7 +273,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, plan: Plan) -> tuple[int, ...] | None:
         """Blocks for all known tokens; if there are none, the youngest give theirs, at worst the sequence itself."""
         while True:
-            new_blocks = self.kv_cache.allocate(sequence, len(sequence.token_ids))
+            new_blocks = self.kv_cache.allocate(sequence, sequence.num_tokens)
             if new_blocks is not None:
                 return new_blocks
             victim = next(other for other in reversed(self.running) if other.last_step != plan.step)
@@ -288,6 +290,7 @@ class Scheduler:
 
     def _throw_out(self, sequence: Sequence) -> None:
         """Take seat and blocks away; it will be computed again from its tokens (recompute, vLLM)."""
+        self._outcomes.void(sequence)
         self._vacate(sequence)
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_tokens_thrown_away = sequence.num_computed_tokens
@@ -355,6 +358,7 @@ class Scheduler:
         plan.seat(sequence, new_blocks)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.drop_pending()
         if sequence.seat >= 0:
             reserved = self.kv_cache.blocks_for(self.outlook.admission.reserved_tokens(sequence))
             num_slots = max(len(sequence.block_ids), reserved) * self.kv_cache.block_size
@@ -365,33 +369,6 @@ class Scheduler:
         del self._live[sequence.sequence_id]
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
-
-    def _add_more(
-        self, sequence: Sequence, token_ids: Iterable[int], update: StepUpdate, *, were_drafted: bool = False
-    ) -> None:
-        """Add what came with a drawn token, up to the end; with each that was drafted one more has been computed."""
-        for token_id in token_ids:
-            if sequence.is_finished:
-                return
-            if were_drafted:
-                sequence.num_computed_tokens += 1
-                if sequence.num_computed_tokens >= sequence.next_full:
-                    self.kv_cache.remember(sequence)
-                self.counters.num_accepted_tokens += 1
-            sequence.token_ids.append(token_id)
-            update.tokens.append((sequence.sequence_id, token_id))
-            self._end_if_due(sequence, update)
-
-    def _end_if_due(self, sequence: Sequence, update: StepUpdate) -> None:
-        """End a sequence whose last token ends it."""
-        reason = sequence.end_reason
-        if reason is not None:
-            self.outlook.admission.observe(sequence)
-            self._end(sequence, reason, update)
-
-    def _end(self, sequence: Sequence, reason: FinishReason, update: StepUpdate, error: str | None = None) -> None:
-        self._finish(sequence, reason)
-        update.endings.append(Ending(sequence.sequence_id, reason, error))
 
     def _vacate(self, sequence: Sequence, *, keeps_seat: bool = False) -> None:
         self.kv_cache.release(sequence)

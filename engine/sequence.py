@@ -99,7 +99,9 @@ class Sequence:
         sequence_id: unique for the life of the engine; what batches and results refer to.
         request_id: the name the outside world knows it by.
         token_ids: prompt followed by output.
-        num_computed_tokens: how many of `token_ids` have their keys and values in the cache.
+        num_computed_tokens: how many of its tokens have their keys and values in the cache, or will have them when the
+            steps under way are computed.
+        num_pending_tokens: how many more tokens it has than `token_ids`: drawn by steps under way, and not known yet.
         num_tokens_thrown_away: computed tokens that the last preemption discarded, to be computed again.
         num_prompt_tokens_read: how much of the prompt was ever computed; a preemption does not lower it.
         end_length: the number of tokens at which it ends with `LENGTH`; set by the scheduler.
@@ -131,6 +133,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
     num_prompt_tokens_read: int = 0
     end_length: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
@@ -166,13 +169,18 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
-        return len(self.token_ids)
+        """Prompt and output tokens so far, those among them that are not known yet."""
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def drop_pending(self) -> None:
+        """Be as if nothing had been planned from tokens that are not known."""
+        self.num_computed_tokens -= self.num_pending_tokens
+        self.num_pending_tokens = 0
 
     @property
     def end_reason(self) -> FinishReason | None:

@@ -25,7 +25,7 @@ RULES = {
     "prefix_cache", "plan", "kv_cache", "batch", "cache_spec", "scheduler", "policy",
     "batching", "counters", "drafting", "seats", "work_class", "detokenizer", "stats", "waiting",
     "errors", "constraint", "ordered", "timeline", "samples", "experience", "members", "trials", "faults", "recovery",
-    "relief",
+    "relief", "outcomes",
 }  # fmt: skip
 # Caches have places of their own, named by variables that are not Relevo's.
 READS_ENVIRONMENT = {"app/config.py", "engine/loading/fetch.py", "kernels/build.py"}

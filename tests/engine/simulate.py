@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from engine.batch import StepUpdate
 from engine.config import Limits
 from engine.kv_cache import KVCache
 from engine.scheduler import Scheduler
@@ -13,12 +15,15 @@ from engine.sequence import SamplingParams, Sequence
 from tests.fakes import FakeRunner
 
 if TYPE_CHECKING:
-    from engine.batch import ScheduledBatch, StepUpdate
+    from engine.batch import ScheduledBatch, StepOutput, TokenLogprobs
     from engine.stepper import Runner
 
 
 class Simulation:
-    """A scheduler and a fake runner, stepped by hand; every step is checked for the invariants."""
+    """A scheduler and a fake runner, stepped by hand; every step is checked for the invariants.
+
+    Where the runner overlaps, each step is planned and launched before what came of the one before it is read.
+    """
 
     def __init__(
         self,
@@ -41,9 +46,11 @@ class Simulation:
         )
         self.runner: Runner = runner or FakeRunner(num_blocks, block_size)
         self.outputs: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self.sequences: dict[int, Sequence] = {}
         self.finished_in: dict[int, int] = {}
         self.batches: list[ScheduledBatch] = []
+        self._flight: deque[tuple[ScheduledBatch, Any]] = deque()
         self._ids = count(1)
 
     def set_limits(self, max_num_seqs: int, token_budget: int, **limits: Any) -> None:
@@ -75,10 +82,18 @@ class Simulation:
         return sequence
 
     def step(self) -> ScheduledBatch:
+        overlaps = self.runner.overlaps and self.scheduler.may_overlap
+        if not overlaps:
+            self.land()
         batch = self.scheduler.schedule(float(len(self.batches)))
         self.check_writes(batch)
-        if not batch.is_empty:
-            self.apply(self.scheduler.update(batch, self.runner.execute(batch), float(len(self.batches))), batch.step)
+        if overlaps:
+            if not batch.is_empty:
+                self.scheduler.launched(batch)
+                self._flight.append((batch, self.runner.launch(batch)))
+            self.land(0 if batch.is_empty else 1)
+        elif not batch.is_empty:
+            self.update(batch, self.runner.execute(batch))
         self.scheduler.check_integrity()
         # Whoever loses its seat does so for somebody else.
         assert not set(batch.preempted) & {seated.sequence_id for seated in batch.seated}
@@ -95,9 +110,28 @@ class Simulation:
             written = self.sequences[sequence_id].block_ids[start // size : (end - 1) // size + 1]
             assert [ref_counts[block_id] for block_id in written] == [1] * len(written)
 
+    def land(self, num_left: int = 0) -> None:
+        """Read what came of the steps under way, but for the last ones."""
+        while len(self._flight) > num_left:
+            batch, ticket = self._flight.popleft()
+            self.update(batch, self.runner.collect(ticket))
+
+    def begin_anew(self) -> None:
+        """As after a step that failed; what is under way is forgotten."""
+        update = StepUpdate.empty()
+        self._flight.clear()
+        self.scheduler.begin_anew(update)
+        assert update == StepUpdate.empty()
+        self.runner.reset()
+
+    def update(self, batch: ScheduledBatch, output: StepOutput) -> None:
+        self.apply(self.scheduler.update(batch, output, float(len(self.batches))), batch.step)
+
     def apply(self, update: StepUpdate, step: int) -> None:
         for sequence_id, token_id in update.tokens:
             self.outputs[sequence_id].append(token_id)
+        for sequence_id, entries in update.logprobs.items():
+            self.logprobs.setdefault(sequence_id, []).extend(entries)
         for ending in update.endings:
             self.finished_in[ending.sequence_id] = step
 
@@ -105,6 +139,7 @@ class Simulation:
         """Until nothing waits or runs."""
         for _ in range(max_steps):
             if not self.scheduler.running and not self.scheduler.waiting:
+                self.land()  # rows behind the stop token of the last
                 return
             self.step()
         raise AssertionError(f"still not done after {max_steps} steps")

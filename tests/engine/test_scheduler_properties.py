@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.batch import StepUpdate
 from engine.scheduler import MAX_OVERTAKEN
 from engine.sequence import FinishReason, SamplingParams, Sequence
 from tests.engine.simulate import Simulation
-from tests.fakes import FakeRunner, expected_output
+from tests.fake_device import FakeDevice
+from tests.fakes import expected_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         admission=st.sampled_from(ADMISSIONS),
         delay=st.sampled_from([0.0, 0.5, 1.0]),
         drafts=st.sampled_from([0, 1, 3, 7]),
+        overlaps=st.booleans(),
     )
     def start(
         self,
@@ -55,7 +56,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         admission: str,
         delay: float,
         drafts: int,
+        overlaps: bool,
     ) -> None:
+        answer = refrain if drafts else None
         self.simulation = Simulation(
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
@@ -63,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_model_len=max_model_len,
             num_seats=8,
-            runner=FakeRunner(num_blocks, block_size, answer=refrain if drafts else None),
+            runner=FakeDevice(num_blocks, block_size, answer=answer, clock=lambda: 0.0, at_once=not overlaps),
             num_speculative_tokens=drafts,
             enable_prefix_caching=enable_prefix_caching,
             policy=policy,
@@ -142,10 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler.kv_cache.pool.allocate(1)
             for sequence in scheduler.running[:2]:
                 sequence.block_ids.append(0)
-        update = StepUpdate.empty()
-        scheduler.begin_anew(update)
-        assert update == StepUpdate.empty()
-        self.simulation.runner.reset()
+        self.simulation.begin_anew()
         scheduler.check_integrity()
         self.was_broken = True
 

@@ -51,7 +51,7 @@ def keys_blueprint(context: Context) -> Blueprint:
     exposed = not is_loopback(context.settings.server.host)
 
     async def page(status: int = 200, **variables: Any) -> Response:
-        shown = page_variables(keys.keyring, keys.problem, exposed=exposed) | variables
+        shown = page_variables(keys.keyring, keys.problem, keys.unwritten, exposed=exposed) | variables
         state = context.telemetry.draw_part("state")
         shown |= {"page": "admin", "state_html": state, "signed_in": ADMIN_COOKIE in request.cookies}
         shown["recording"] = context.recorder.now
@@ -106,9 +106,13 @@ def keys_blueprint(context: Context) -> Blueprint:
 
 
 def view(keys: KeyService) -> dict[str, Any]:
-    """The object of `GET /admin/keys`: every key, whether one is needed, and why none can be made."""
+    """The object of `GET /admin/keys`: every key, whether one is needed, why none can be made, and what is not written.
+
+    `unwritten` are the numbers of keys that were revoked, but not on the disk yet.
+    """
     entries = [_entry(keys, record) for record in keys.keyring]
-    return {"keys": entries, "key_needed": keys.keyring.is_closed, "problem": keys.problem}
+    access = {"key_needed": keys.keyring.is_closed, "problem": keys.problem}
+    return {"keys": entries, **access, "unwritten": keys.unwritten}
 
 
 def _entry(keys: KeyService, record: KeyRecord) -> dict[str, Any]:

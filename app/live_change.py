@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 from app.api.errors import ApiError
@@ -53,6 +54,7 @@ RESTORES: Final = ("previous", "start")
 FLUSH: Final = "flush_prefix_cache"
 MAX_REASON_LENGTH: Final = 500
 MAX_TTL_SECONDS: Final = 7 * 86_400.0
+MAX_NAME_LENGTH: Final = 64  # of what is compared with the settings' names
 MAX_GENERATION: Final = 1 << 53
 
 
@@ -100,8 +102,7 @@ def parse_change(body: Mapping[str, Any], limits: Limits, capacity: Limits) -> C
             if value is not None:
                 values[name] = check_value(name, value, capacity)
         elif name not in _OTHERS:
-            known = ", ".join((*KEYS, *_OTHERS))
-            raise OutOfRangeError(name, f"is no live setting; there are {known}.")
+            raise OutOfRangeError(name, f"is no live setting; {_hint(name)}")
     change = Change(values=values, **{name: check(body.get(name)) for name, check in _OTHERS.items()})
     if change.restore is not None and values:
         raise OutOfRangeError("restore", f"brings its own values; leave out {', '.join(values)}.")
@@ -147,6 +148,13 @@ def shrink_batch(values: dict[str, Value], limits: Limits) -> None:
     seats = int(values.get("max_num_seqs", limits.max_num_seqs))
     if int(values.get("dynamic_preferred_size", limits.dynamic_preferred_size)) > seats:
         values["dynamic_preferred_size"] = seats
+
+
+def _hint(name: str) -> str:
+    """What somebody may have meant who wrote `name`; else all there is."""
+    known = (*KEYS, *_OTHERS)
+    nearest = get_close_matches(name[:MAX_NAME_LENGTH], known, 1)
+    return f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}."
 
 
 def _check_reason(value: object) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from app.api.errors import ApiError
-from app.audit import AuditEntry, AuditLog, make_id, timestamp
+from app.audit import MAX_ENTRIES, AuditEntry, make_id, timestamp
 from app.live_change import CHOICES, FLUSH, KEYS, Change, check_value, parse_change, shrink_batch
 from app.preview import look, make_preview
 from engine.config import live_range
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from app.effects import EffectWatch
+    from app.journal.journal import Journal
     from app.live_change import Value
     from engine.config import Limits
     from engine.engine import Engine
@@ -64,7 +65,7 @@ class _Revert:
 
 @dataclass(slots=True)
 class _Order:
-    """A change that somebody waits for; `done` is set when it holds and is written down, or `error` says why not."""
+    """A change that somebody waits for; `done` is set when it holds and has its entry, or `error` says why not."""
 
     change: Change
     who: str
@@ -81,23 +82,31 @@ class LiveConfig:
     A temporary change goes back to the last value that was not temporary. A later change of the same key replaces it.
 
     Args:
+        journal: has the history.
         effects: told of each change, to measure what came of it.
 
     Attributes:
         start: the values that the server was started with.
     """
 
-    def __init__(self, engine: Engine, audit: AuditLog, effects: EffectWatch | None = None) -> None:
+    def __init__(self, engine: Engine, journal: Journal, effects: EffectWatch | None = None) -> None:
         self._engine = engine
-        self._audit = audit
+        self._journal = journal
+        self._audit = journal.audit
         self._effects = effects
         self.start = _values(engine.limits)
         self._has_resumed = False
         self._reverts: dict[str, _Revert] = {}
+        # By the id of a change that was made on top of temporary ones: what would hold without all of them.
+        self._lasting: dict[str, dict[str, Value]] = {}
         self._send, self._orders = trio.open_memory_channel[_Order](MAX_ORDERS)
 
     def view(self) -> dict[str, Any]:
-        """The object of `GET /admin/config`; `reverts` tells which values end by themselves, and when."""
+        """The object of `GET /admin/config`.
+
+        `reverts` tells which values end by themselves, and when; `unwritten_changes` how many changes hold that the
+        disk has not taken yet, and `history_problem` why.
+        """
         engine, limits = self._engine, self._engine.limits
         pending = {"max_num_seqs": max(0, engine.num_running - limits.max_num_seqs)}
         if engine.is_switching:
@@ -113,6 +122,8 @@ class LiveConfig:
             "ranges": {name: list(live_range(name, engine.capacity)) for name in KEYS if name not in CHOICES},
             "pending_drain": {name: number for name, number in pending.items() if number},
             "reverts": {name: {"to": revert.value, "at": revert.time} for name, revert in self._reverts.items()},
+            "unwritten_changes": self._journal.num_unwritten_changes,
+            "history_problem": self._journal.problem,
         }
 
     @property
@@ -120,14 +131,18 @@ class LiveConfig:
         """What the settings of the last change that still holds were before it; empty where there is none.
 
         What goes back by itself, as its time is over or the server was started, is no change that could be taken back.
+        Where it was made on top of a temporary one, what was lasting before that comes back.
         """
+        limits = self._engine.limits
         for entry in reversed(self._audit.entries):
             if entry.who == "start":
                 break
             if entry.who == "ttl":
                 continue
             changed = [(name, *values) for name, values in entry.changes.items() if name in KEYS]
-            if undo := {name: old for name, old, new in changed if getattr(self._engine.limits, name) == new}:
+            lasting = self._lasting.get(entry.entry_id, {})
+            held = {name: lasting.get(name, old) for name, old, new in changed if getattr(limits, name) == new}
+            if undo := {name: value for name, value in held.items() if value != getattr(limits, name)}:
                 return undo
         return {}
 
@@ -158,6 +173,7 @@ class LiveConfig:
             raise ApiError(503, message, code="engine_hangs")
         if order.error is not None:
             raise order.error
+        await self._journal.settle()
         return self.view()
 
     def preview(self, change: Change) -> dict[str, Any]:
@@ -238,6 +254,10 @@ class LiveConfig:
             if self._effects is not None:
                 self._effects.begin(entry_id)
         known = {name: self._reverts[name] for name in change.values if name in self._reverts}
+        if known:
+            self._lasting[entry_id] = {name: revert.value for name, revert in known.items()}
+            while len(self._lasting) > MAX_ENTRIES:
+                del self._lasting[next(iter(self._lasting))]
         expires = self._schedule_reverts(change, before, entry_id)
         # How long a value holds is a setting too: the same values for longer, or for good, are an entry.
         if done or known or expires is not None:

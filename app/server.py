@@ -121,7 +121,7 @@ def make_context(
         telemetry=Telemetry(engine, process=lifecycle.stats, journal=journal),
         lifecycle=lifecycle,
         journal=journal,
-        live=LiveConfig(engine, journal.audit, effects),
+        live=LiveConfig(engine, journal, effects),
         effects=effects,
         callers=Callers(settings, keys.keyring),
         keys=keys,

@@ -38,6 +38,7 @@ RETRY_SECONDS: Final = 10.0
 PRUNE_SECONDS: Final = 300.0
 # A disk that takes longer is said to hang; the end of the process waits no longer for it either.
 SLOW_SECONDS: Final = 10.0
+SETTLE_SECONDS: Final = 1.0  # for whoever wants to know whether something is written
 READ_SECONDS: Final = 3.0  # then whoever asked is told what memory has
 CLOSE_SECONDS: Final = 3.0
 MAX_UNWRITTEN_ROWS: Final = 3600
@@ -84,6 +85,7 @@ class Journal:
         self._writing_since: float | None = None
         self._pruned = -PRUNE_SECONDS
         self._wake = trio.Event()
+        self._tried = trio.Event()
         self._one_at_a_time = trio.CapacityLimiter(1)
         self._readers = trio.CapacityLimiter(MAX_READERS)
         self._rememberers = trio.CapacityLimiter(1)  # those who read from memory alone, whatever the disk does
@@ -95,6 +97,11 @@ class Journal:
         if since is not None and trio.current_time() - since > SLOW_SECONDS:
             return f"the disk has not answered for {trio.current_time() - since:.0f} s"
         return self._problem or self._read_problem
+
+    @property
+    def num_unwritten_changes(self) -> int:
+        """Changes of the settings that are in memory alone."""
+        return len(self._waiting.entries.keys() | self._in_flight.entries.keys())
 
     def stats(self) -> dict[str, Any]:
         """How it is with the history, for `/ops/stats.json`."""
@@ -189,11 +196,19 @@ class Journal:
             raise
         finally:
             self._writing_since = None
+            self._tried.set()
+            self._tried = trio.Event()
         self._in_flight = Batch()
         if self._problem is not None:
             log.warning("the history is written again")
         self._problem = None
         return True
+
+    async def settle(self) -> None:
+        """Wait until no change is in memory alone; not for long, and not at all for a disk that takes nothing."""
+        with trio.move_on_after(SETTLE_SECONDS):
+            while self.num_unwritten_changes and self.problem is None:
+                await self._tried.wait()
 
     async def ask(self, question: Question) -> Answer:
         """The history of a span of time, with what has not come to the disk yet; where that fails, only the latter."""

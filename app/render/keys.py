@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from app.render import numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from app.config_schema import KeyLimits
     from app.keys import KeyRecord, Keyring
 
@@ -24,11 +26,14 @@ _LIMIT_WORDS: Final = {
 }
 
 
-def page_variables(keyring: Keyring, problem: str | None, *, exposed: bool) -> dict[str, Any]:
+def page_variables(
+    keyring: Keyring, problem: str | None, unwritten: Collection[int], *, exposed: bool
+) -> dict[str, Any]:
     """Everything the template needs.
 
     Args:
         problem: why no key can be made.
+        unwritten: numbers of keys that were revoked, but not on the disk yet.
         exposed: the server listens beyond this machine.
     """
     entries = [_entry(keyring, record) for record in keyring]
@@ -39,6 +44,7 @@ def page_variables(keyring: Keyring, problem: str | None, *, exposed: bool) -> d
         "usable": any(entry["valid"] for entry in entries),
         "exposed": exposed,
         "problem": problem,
+        "unwritten": [record.name for record in keyring if record.key_id in unwritten],
         "limit_fields": LIMIT_TITLES.items(),
         "typed": {},
         "error": None,

@@ -11,7 +11,8 @@ import trio
 import trio.testing
 
 from app.api.errors import ApiError
-from app.audit import AuditLog
+from app.journal.journal import Journal, open_journal
+from app.journal.store import StoreError
 from app.live_change import OutOfRangeError
 from app.live_config import LiveConfig
 from engine.handle import GenerationRequest, TextPrompt
@@ -21,6 +22,9 @@ from tests.fakes import open_fake_engine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from app.audit import AuditLog
 
 CAPACITY = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
 AT_START = {
@@ -79,6 +83,8 @@ async def test_the_answer_and_the_history() -> None:
             },
             "pending_drain": {},
             "reverts": {},
+            "unwritten_changes": 0,
+            "history_problem": "no folder was opened for it",
         }
         assert (await server.client.get("/admin/audit")).json() == []
         body = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "reason": "more guests"}
@@ -168,6 +174,21 @@ async def test_nonsense_is_422_and_changes_nothing(body: dict[str, Any], param: 
         now = (await server.client.get("/admin/config")).json()
         assert (now["generation"], now["effective"]["max_num_seqs"]) == (0, 4)
         assert (await server.client.get("/admin/audit")).json() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_num_seq", "did you mean max_num_seqs?"),
+        ("ttl_second", "did you mean ttl_seconds?"),
+        ("zzz", "there are policy, admission, "),
+        ("x" * 100_000, "there are policy, admission, "),
+    ],
+)
+async def test_a_setting_that_is_none_is_told_what_may_have_been_meant(name: str, hint: str) -> None:
+    async with open_server() as server:
+        response = await server.client.patch("/admin/config", json={name: 9})
+        assert f"is no live setting; {hint}" in response.json()["error"]["message"]
 
 
 async def test_a_refusal_names_the_word_for_0() -> None:
@@ -320,11 +341,11 @@ async def test_raising_to_the_capacity_fills_every_seat_and_one_more_is_422() ->
 
 @asynccontextmanager
 async def open_live() -> AsyncIterator[tuple[LiveConfig, AuditLog]]:
-    audit = AuditLog()
+    journal = Journal()
     async with open_fake_engine() as engine, trio.open_nursery() as nursery:
-        live = LiveConfig(engine, audit)
+        live = LiveConfig(engine, journal)
         nursery.start_soon(live.run)
-        yield live, audit
+        yield live, journal.audit
         nursery.cancel_scope.cancel()
 
 
@@ -379,9 +400,10 @@ async def test_what_will_go_back_is_told_until_it_has_or_was_called_off(
 
 async def test_a_change_that_comes_late_is_told_late_and_written_down(autojump_clock: trio.testing.MockClock) -> None:
     """A step hangs for a minute: nothing is shown before it holds, and what comes after all has its entry."""
-    audit = AuditLog()
+    journal = Journal()
+    audit = journal.audit
     async with open_fake_engine(step_seconds=60) as engine, trio.open_nursery() as nursery:
-        live = LiveConfig(engine, audit)
+        live = LiveConfig(engine, journal)
         nursery.start_soon(live.run)
         engine.submit(GenerationRequest("hung", TextPrompt("hello"), SamplingParams(max_tokens=2)))
         await trio.sleep(1)
@@ -403,9 +425,10 @@ async def test_a_change_that_comes_late_is_told_late_and_written_down(autojump_c
 async def test_a_client_that_leaves_does_not_part_a_change_from_its_entry(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    audit = AuditLog()
+    journal = Journal()
+    audit = journal.audit
     async with open_fake_engine(step_seconds=5) as engine, trio.open_nursery() as nursery:
-        live = LiveConfig(engine, audit)
+        live = LiveConfig(engine, journal)
         nursery.start_soon(live.run)
         engine.submit(GenerationRequest("slow", TextPrompt("hello"), SamplingParams(max_tokens=2)))
         await trio.sleep(1)
@@ -414,6 +437,29 @@ async def test_a_client_that_leaves_does_not_part_a_change_from_its_entry(
         await trio.sleep(5)
         assert seats(live) == 8
         assert len(audit.entries) == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_change_that_the_disk_does_not_take_holds_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreError("database or disk is full")
+
+    def told(view: dict[str, Any]) -> tuple[int, int, str | None]:
+        return view["effective"]["max_num_seqs"], view["unwritten_changes"], view["history_problem"]
+
+    async with open_journal(tmp_path) as journal, open_fake_engine() as engine, trio.open_nursery() as nursery:
+        live = LiveConfig(engine, journal)
+        nursery.start_soon(live.run)
+        nursery.start_soon(journal.run)
+        assert told(await live.apply({"max_num_seqs": 8}, who="me")) == (8, 0, None)
+        with monkeypatch.context() as patch:
+            patch.setattr("app.journal.store.Store.write", fail)
+            assert told(await live.apply({"max_num_seqs": 6}, who="me")) == (6, 1, "database or disk is full")
+            assert told(await live.apply({"max_num_seqs": 5}, who="me")) == (5, 2, "database or disk is full")
+        assert await journal.flush()
+        assert told(live.view()) == (5, 0, None)
         nursery.cancel_scope.cancel()
 
 

@@ -37,7 +37,7 @@ async def open_watched(**limits: Any) -> AsyncIterator[tuple[Engine, LiveConfig,
     journal = Journal(wall=lambda: T0 + trio.current_time() - began)
     async with open_fake_engine(fake_config(**limits), step_seconds=0.5) as engine, trio.open_nursery() as nursery:
         watch = EffectWatch(engine, journal)
-        live = LiveConfig(engine, journal.audit, watch)
+        live = LiveConfig(engine, journal, watch)
         nursery.start_soon(live.run)
         nursery.start_soon(watch.run)
         nursery.start_soon(Telemetry(engine, journal=journal).run)

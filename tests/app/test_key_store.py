@@ -193,9 +193,12 @@ def test_a_start_with_damaged_keys_is_one_line_of_wrong_use(
         assert "set [server] state_dir" in line
 
 
+@pytest.mark.parametrize("written_by", ["asking again", "another change", "the next look", "the end"])
 async def test_a_disk_that_fails_later_is_told_and_a_revoked_key_is_refused_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_by: str
 ) -> None:
+    if written_by == "the next look":
+        monkeypatch.setattr(key_service, "SYNC_SECONDS", 0.02)
     async with serve(tmp_path) as server:
         secret = await make(server, "alice")
         keys = server.context.keys
@@ -212,10 +215,36 @@ async def test_a_disk_that_fails_later_is_told_and_a_revoked_key_is_refused_all_
             assert await asks(server, secret) == 200
             refused = await server.client.delete("/admin/keys/1")
             assert refused.status_code == 503
+            assert "refused from now on, but that is not written down yet" in refused.text
             assert await asks(server, secret) == 401
-        assert (await server.client.delete("/admin/keys/1")).status_code == 200
+            assert (await listed(server))["unwritten"] == [1]
+            page = (await server.client.get("/admin/keys", headers=HTML)).text
+            assert "That alice is revoked holds, but is not written down yet" in page
+        if written_by == "asking again":
+            assert (await server.client.delete("/admin/keys/1")).json()["unwritten"] == []
+        elif written_by == "another change":
+            await make(server, "alice")  # whose name is free, here and on the disk
+            assert keys.unwritten == []
+        elif written_by == "the next look":
+            with trio.fail_after(5):
+                while keys.unwritten:
+                    await trio.sleep(0.01)
     async with serve(tmp_path) as server:
         assert await asks(server, secret) == 401
+        assert (await listed(server))["unwritten"] == []
+
+
+async def test_a_revocation_that_never_came_to_the_disk_is_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise StateError("database or disk is full")
+
+    async with serve(tmp_path) as server:
+        await make(server, "alice")
+        monkeypatch.setattr("app.key_store.KeyStore.revoke", fail)
+        assert (await server.client.delete("/admin/keys/1")).status_code == 503
+    assert caplog.records[-1].getMessage() == "API keys that were revoked are valid again from the next start on: [1]"
 
 
 async def test_a_disk_that_stays_full_is_told_once(

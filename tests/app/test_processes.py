@@ -242,10 +242,14 @@ def test_a_sick_disk_holds_nobody_up_is_told_and_written_to_later(tmp_path: Path
             for number in range(30):
                 process.change(1 + number % 4, "x" * 400)
             wait_for(lambda: process.history()["problem"])
+            told = process.client.get("/admin/config").json()
+            assert told["unwritten_changes"] == 30
+            assert told["history_problem"]
             assert process.chat(max_tokens=3).status_code == 200
             assert "relevo:history_write_failures_total 0.0" not in process.client.get("/metrics").text
             assert "cannot be written" in process.messages()
         wait_for(lambda: process.history()["problem"] is None)
+        assert process.client.get("/admin/config").json()["unwritten_changes"] == 0
         assert "is written again" in process.messages()
         process.popen.terminate()
         assert process.wait() == 0

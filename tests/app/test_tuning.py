@@ -318,6 +318,26 @@ async def test_what_has_gone_back_by_itself_is_not_brought_back(autojump_clock: 
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("ttl_seconds", [None, 50])
+async def test_what_was_made_on_top_of_a_temporary_change_goes_back_to_what_lasts(
+    autojump_clock: trio.testing.MockClock, ttl_seconds: int | None
+) -> None:
+    async with open_app() as (_, context), trio.open_nursery() as nursery:
+        live = context.live
+        nursery.start_soon(live.run)
+        await live.apply({"max_num_seqs": 8, "max_waiting": 9, "ttl_seconds": 100}, who="admin")
+        assert live.undo == {"max_num_seqs": 4, "max_waiting": 256}
+        await live.apply({"max_num_seqs": 6, "ttl_seconds": ttl_seconds}, who="admin")
+        assert live.undo == {"max_num_seqs": 4}, "8 was for a while"
+        await live.apply({"restore": "previous"}, who="admin")
+        assert live.view()["reverts"].keys() == {"max_waiting"}
+        await live.apply({"max_num_seqs": 7, "ttl_seconds": 100}, who="admin")
+        await live.apply({"max_num_seqs": 7}, who="admin")  # for good
+        await live.apply({"max_num_seqs": 5}, who="admin")
+        assert live.undo == {"max_num_seqs": 7}
+        nursery.cancel_scope.cancel()
+
+
 async def test_of_two_who_change_at_the_same_moment_one_is_told_of_the_other() -> None:
     async with open_server() as server:
         answers: list[httpx.Response] = []

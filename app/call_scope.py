@@ -8,3 +8,5 @@ HANDLES: Final = "relevo.handles"
 PERMITS: Final = "relevo.permits"
 # A function that takes a piece of the answer's body at once, where the connection has one; see `Connection`.
 WRITE_NOW: Final = "relevo.write_now"
+# What becomes of the request's body, where the connection tells: an `Http1`.
+UPLOAD: Final = "relevo.upload"

@@ -13,10 +13,10 @@ import hypercorn.trio.run
 import trio
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData
-from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.trio.tcp_server import TCPServer
 
-from app.call_scope import WRITE_NOW
-from app.http1 import Http1, Refused
+from app.call_scope import UPLOAD, WRITE_NOW
+from app.http1 import Http1, Over
 from app.http2 import Http2
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ log = logging.getLogger("relevo.http")
 
 # A piece of an answer; a reader shows that it is there by taking one.
 MAX_PIECE_BYTES: Final = 1 << 16
-# For a client that is still sending what was refused, to read the refusal.
-REFUSED_SECONDS: Final = 3.0
+# For a client that is still sending when the last answer was sent, to read it.
+FAREWELL_SECONDS: Final = 3.0
 
 
 class ConnectionConfig(Config):
@@ -64,15 +64,16 @@ class Connection(TCPServer):
 
     config: ConnectionConfig
 
-    _gone = False
     _unsent = b""
 
     def __init__(self, app: Any, *args: Any) -> None:
         super().__init__(partial(self._call, app), *args)
+        self._gone = trio.Event()
 
     async def _call(self, app: Any, scope: Any, *args: Any) -> None:
         if scope["http_version"] == "1.1":
             scope[WRITE_NOW] = self.write_now
+            scope[UPLOAD] = self.protocol.protocol
         try:
             await app(scope, *args)
         finally:
@@ -115,8 +116,8 @@ class Connection(TCPServer):
         try:
             if isinstance(event, RawData):
                 await self._send(event.data)
-            elif isinstance(event, Refused):
-                await self._throw_rest_away()
+            elif isinstance(event, Over):
+                await self._hear_rest()
             else:
                 await super().protocol_send(event)
         except trio.BusyResourceError:
@@ -147,20 +148,19 @@ class Connection(TCPServer):
                 return False
         return True
 
-    async def _throw_rest_away(self) -> None:
+    async def _hear_rest(self) -> None:
         """Read on for a moment: a connection that is closed on unread bytes takes the answer from its client."""
-        with suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.move_on_after(REFUSED_SECONDS):
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.move_on_after(FAREWELL_SECONDS):
             await self.stream.send_eof()
-            while await self.stream.receive_some(MAX_RECV):
-                pass
+            await self._gone.wait()
 
     async def _read_data(self) -> None:
         await super()._read_data()
-        self._gone = True
+        self._gone.set()
         await self.idle_task.stop()
 
     async def _idle_timeout(self) -> None:
-        if not self._gone:  # the end of an answer may start it again
+        if not self._gone.is_set():  # the end of an answer may start it again
             await super()._idle_timeout()
 
 

@@ -12,12 +12,13 @@ import trio
 from werkzeug.exceptions import HTTPException
 
 from app.api.errors import ApiError, describe
-from app.call_scope import HANDLES, PERMITS
+from app.call_scope import HANDLES, PERMITS, UPLOAD
 from app.request_id import HEADER, choose_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from app.http1 import Http1
     from app.limits import Permit
     from engine.handle import Handle
 
@@ -25,6 +26,8 @@ log = logging.getLogger("relevo.http")
 
 # For the rest of the body of a request that was refused.
 LINGER_SECONDS: Final = 3.0
+# Here it is too long, or was waited for long enough.
+HOPELESS: Final = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
 class Guard:
@@ -36,7 +39,8 @@ class Guard:
 
     *What is refused is read to its end*, for a moment, and thrown away: a client in the middle of its upload reads the
     refusal only when it has sent everything, and its next request would follow on the same connection. Where the body
-    does not come to its end, `Connection: close` says that there will be no next one.
+    does not come to its end, `Connection: close` says that there will be no next one. A body that is too large to be
+    read, and one that its client has not begun to send (`Expect: 100-continue`), are not waited for at all.
 
     *Connections close.* At the end of an answer the server tells the application that the client is gone, which cancels
     the very task that is about to close the connection. The last message is therefore sent under a shield. Without it
@@ -62,7 +66,7 @@ class Guard:
         scope[PERMITS] = permits
         body_read = trio.Event()
         # HTTP/2 ends the one stream, and the connection goes on.
-        sender = _Sender(send, body_read if scope["http_version"].startswith("1") else None)
+        sender = _Sender(send, body_read if scope["http_version"].startswith("1") else None, scope.get(UPLOAD))
 
         async def receive_body() -> Any:
             message = await receive()
@@ -114,11 +118,15 @@ class _Sender:
 
     Args:
         body_read: set when it was; `None` where nothing has to wait for that.
+        upload: knows whether the client waits with its body; `None` where nobody does.
     """
 
-    def __init__(self, send: Callable[[Any], Awaitable[None]], body_read: trio.Event | None) -> None:
+    def __init__(
+        self, send: Callable[[Any], Awaitable[None]], body_read: trio.Event | None, upload: Http1 | None
+    ) -> None:
         self._send = send
         self._body_read = body_read
+        self._upload = upload
         self.started = False
         self.ended = False
 
@@ -134,7 +142,7 @@ class _Sender:
         """Whether the connection can go on behind this answer."""
         if self._body_read is None:
             return True
-        if status != HTTPStatus.REQUEST_TIMEOUT:  # which has waited for it long enough
+        if status not in HOPELESS and not (self._upload is not None and self._upload.holds_body_back):
             with trio.move_on_after(LINGER_SECONDS):
                 await self._body_read.wait()
         return self._body_read.is_set()

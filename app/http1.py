@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import h11
 import trio
-from hypercorn.events import Closed, Event, Updated
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.events import Body, EndBody, Request
 from hypercorn.protocol.h11 import STREAM_ID, H2ProtocolAssumedError, H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
@@ -25,7 +25,7 @@ _PRIOR_KNOWLEDGE: Final = b"PRI * HTTP/2.0\r\n\r\n"
 
 
 @dataclass(frozen=True)
-class Refused(Event):
+class Over(Event):
     """The last answer of the connection was sent, perhaps while its client is still sending."""
 
 
@@ -42,6 +42,12 @@ class Http1(H11Protocol):
     *Nobody can take a request for two*: what tells its length in two ways is refused, whichever of them a proxy
     before the server believes.
 
+    *A body is asked for by whoever reads it.* Hypercorn's own tells a client that waits with its body (`Expect:
+    100-continue`) to send it before anybody has looked at the head; here a refusal comes instead.
+
+    *An answer reaches its client*, also one that is still sending a body which nobody reads: what comes behind the last
+    answer of a connection is heard for a moment, and thrown away.
+
     *What is too large is refused before it is taken apart.* The parser looks at the size of a head that comes in parts,
     and takes one that comes at once for what it is.
 
@@ -54,6 +60,22 @@ class Http1(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._turn = trio.Lock()
+        self._is_over = False
+
+    @property
+    def holds_body_back(self) -> bool:
+        """Whether the client waits to be asked for the body."""
+        return self.connection.they_are_waiting_for_100_continue
+
+    async def ask_for_body(self) -> None:
+        """Have the client send the body, where it waits for that."""
+        if self.holds_body_back:
+            await self._send_h11_event(h11.InformationalResponse(status_code=100, headers=[]))
+
+    async def handle(self, event: Event) -> None:
+        """Take in what has come, unless that is behind the last answer."""
+        if not (self._is_over and isinstance(event, RawData)):
+            await super().handle(event)
 
     async def resume(self) -> None:
         """Go on with what came behind a request that is over."""
@@ -64,8 +86,6 @@ class Http1(H11Protocol):
         """Take in what has come; one task at a time, so that each part of a request follows the one before it."""
         async with self._turn:
             while True:
-                if self.connection.they_are_waiting_for_100_continue:
-                    await self._send_h11_event(h11.InformationalResponse(status_code=100, headers=[]))
                 if self._is_head_too_large():
                     await self._refuse(431)
                     return
@@ -147,7 +167,26 @@ class Http1(H11Protocol):
                 await self._send_h11_event(h11.Data(body))
             await self._send_h11_event(h11.EndOfMessage())
             await self._close_stream()
-            await self.send(Refused())
+            self._end()
+        else:
+            await self.send(Closed())
+
+    async def _maybe_recycle(self) -> None:
+        """An answer has ended: on to the next request, unless the body of this one is still being sent."""
+        has_answered = self.connection.our_state in (h11.DONE, h11.MUST_CLOSE)
+        if not (has_answered and self.connection.their_state is h11.SEND_BODY):
+            await super()._maybe_recycle()
+            return
+        await self._close_stream()
+        self._end()
+
+    def _end(self) -> None:
+        """Have the connection closed as soon as its client has read the last answer; the call is over before."""
+        self._is_over = True
+        self.task_group.spawn(self._close_later)
+
+    async def _close_later(self) -> None:
+        await self.send(Over())
         await self.send(Closed())
 
     def _describe(self, status: int) -> ErrorAnswer:

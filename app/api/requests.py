@@ -12,11 +12,13 @@ from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
 
 from app.api.errors import ApiError
 from app.api.schemas import parse_json_object
+from app.call_scope import UPLOAD
 from engine.errors import BusyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from app.http1 import Http1
     from engine.engine import Engine
 
 T = TypeVar("T")
@@ -57,7 +59,10 @@ class Bodies:
         """What `parse` makes of the current request's body."""
         data = bytearray()
         try:
+            if (request.content_length or 0) > max_bytes:
+                raise RequestEntityTooLarge  # before it is asked for
             with trio.move_on_after(BODY_TIMEOUT_SECONDS) as scope:
+                await _ask_for_body()
                 async for piece in request.body:
                     if len(data) + len(piece) > max_bytes:
                         raise RequestEntityTooLarge
@@ -79,6 +84,13 @@ class Bodies:
             self._engine.count_refusal(BusyError.code)
             message = f"More than {MAX_BYTES_AT_ONCE >> 20} MiB of requests are being read; try again in a moment."
             raise BusyError(message, retry_after_seconds=BUSY_RETRY_SECONDS)
+
+
+async def _ask_for_body() -> None:
+    """Have the client send it, where it waits for that."""
+    upload: Http1 | None = request.scope.get(UPLOAD)  # type: ignore[assignment]
+    if upload is not None:
+        await upload.ask_for_body()
 
 
 async def read_json() -> dict[str, Any]:

@@ -84,6 +84,49 @@ async def test_where_the_body_does_not_end_the_refusal_says_that_the_connection_
                     pass
 
 
+@pytest.mark.parametrize("sent", [b"", b"x" * 50_000, b"x" * 3_000_000], ids=["nothing", "a piece", "much"])
+async def test_what_is_longer_than_a_body_may_be_is_refused_by_its_head(sent: bytes) -> None:
+    """At once, whatever of it comes, and the answer reaches who is still sending."""
+    async with open_server() as server, await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
+        with trio.fail_after(LINGER_SECONDS - 1):
+            await stream.send_all(head_of("POST", CHAT, {}, length=1 << 30) + sent)
+            status, head = await read_answer(stream)
+            assert (status, b"connection: close" in head) == (413, True)
+            assert await stream.receive_some(1) == b""
+            await stream.send_all(b"x")  # nothing was reset
+
+
+WAITING = {"Expect": "100-continue"}
+
+
+@pytest.mark.parametrize(("wanted", "method", "path", "headers"), [*REFUSED, (413, "POST", CHAT, KEY)])
+async def test_who_waits_with_the_body_is_refused_without_it(
+    wanted: int, method: str, path: str, headers: dict[str, str]
+) -> None:
+    async with open_server(make_settings(**SECURITY)) as server:
+        await server.client.post(CHAT, json=chat_body(max_tokens=1), headers=SPENT)
+        async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
+            length = 1 << 30 if wanted == 413 else len(BODY)
+            with trio.fail_after(LINGER_SECONDS - 1):
+                await stream.send_all(head_of(method, path, headers | WAITING, length))
+                status, head = await read_answer(stream)
+                assert (status, b"connection: close" in head) == (wanted, True)
+                assert await stream.receive_some(1) == b""
+
+
+async def test_who_waits_with_the_body_is_asked_for_it_by_who_reads_it() -> None:
+    async with open_server() as server, await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
+        with trio.fail_after(LINGER_SECONDS - 1):
+            for _ in range(2):
+                await stream.send_all(head_of("POST", CHAT, WAITING))
+                assert await stream.receive_some(65536) == b"HTTP/1.1 100 \r\n\r\n"
+                await stream.send_all(BODY)
+                assert (await read_answer(stream))[0] == 200
+            # Who does not wait after all is not asked.
+            await stream.send_all(head_of("POST", CHAT, WAITING) + BODY)
+            assert (await read_answer(stream))[0] == 200
+
+
 async def test_the_body_of_what_is_refused_is_not_kept(autojump_clock: trio.testing.MockClock) -> None:
     kept: list[bytes] = []
 
@@ -116,10 +159,11 @@ async def test_on_http2_the_rest_of_what_was_refused_ends_no_connection() -> Non
         socket = await trio.open_tcp_stream("127.0.0.1", server.port)
         answered: dict[int, bytes] = {}
 
-        def ask(stream_id: int, path: str) -> None:
+        def ask(stream_id: int, path: str, **more: str) -> None:
             names = (":method", ":path", ":scheme", ":authority", "content-type")
             values = ("POST", path, "http", "localhost", "application/json")
-            connection.send_headers(stream_id, list(zip(names, values, strict=True)))
+            fields = dict(zip(names, values, strict=True)) | {name.replace("_", "-"): more[name] for name in more}
+            connection.send_headers(stream_id, list(fields.items()))
 
         async def until_ended(stream_id: int) -> None:
             await socket.send_all(connection.data_to_send())
@@ -140,5 +184,7 @@ async def test_on_http2_the_rest_of_what_was_refused_ends_no_connection() -> Non
         ask(3, CHAT)
         connection.send_data(3, BODY, end_stream=True)
         await until_ended(3)
-        assert answered == {1: b"404", 3: b"200"}
+        ask(5, CHAT, content_length=str(1 << 30), expect="100-continue")
+        await until_ended(5)
+        assert answered == {1: b"404", 3: b"200", 5: b"413"}
         await socket.aclose()

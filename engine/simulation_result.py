@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.counters import Counters
     from engine.step_log import StepRecord
 
@@ -17,8 +19,8 @@ class ServedRequest(NamedTuple):
         item: its index in the workload.
         arrival, seated, first_token, finished: when that happened.
         num_output_tokens: of its answer; fewer than asked for where the usable capacity ended it.
-        num_preemptions: how often it lost its seat.
-        num_slow_gaps: gaps between its tokens that were longer than the one that was asked about.
+        num_preemptions: how often it lost its seat for want of blocks.
+        gaps: seconds from each of its tokens to the next; empty where they were not recorded.
     """
 
     item: int
@@ -28,7 +30,7 @@ class ServedRequest(NamedTuple):
     finished: float
     num_output_tokens: int
     num_preemptions: int
-    num_slow_gaps: int
+    gaps: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,11 @@ seconds are computed rather than spent, and stretches in which nothing is decide
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from dataclasses import replace
+from itertools import islice
+from operator import sub
 from typing import TYPE_CHECKING
 
 from engine.batch import StepOutput
@@ -47,11 +50,11 @@ def simulate(
     enable_prefix_caching: bool = True,
     max_waiting: int | None = None,
     declared_max_tokens: bool = True,
-    slow_gap_seconds: float | None = None,
+    record_gaps: bool = False,
     num_recorded_steps: int = 0,
     jump: bool = True,
 ) -> SimulationResult:
-    """Serve a workload: interactive requests of one key, as the claims of `engine/fast_forward.py` want it.
+    """Serve a workload of one key. Steps are passed in one go only where none of it is background work.
 
     Args:
         num_seats: seats there are; `None` is `limits.max_num_seqs`.
@@ -59,7 +62,7 @@ def simulate(
         max_waiting: requests that may wait; the next is refused. `None` is no limit.
         declared_max_tokens: each request asks for the workload's longest answer and ends by a stop token, as clients'
             do; else it asks for exactly the length of its own.
-        slow_gap_seconds: count each request's gaps between tokens that are longer.
+        record_gaps: note how long each request waited for each token after its first.
         num_recorded_steps: steps to record, from the first.
         jump: pass steady stretches in one go. The result is the same without, only later.
 
@@ -86,7 +89,7 @@ def simulate(
         open_loop=open_loop,
         max_waiting=math.inf if max_waiting is None else max_waiting,
         declared_max_tokens=declared_max_tokens,
-        slow_gap_seconds=slow_gap_seconds,
+        record_gaps=record_gaps,
         num_recorded_steps=num_recorded_steps,
         jump=jump,
     )
@@ -106,7 +109,7 @@ class _Simulation:
         open_loop: bool,
         max_waiting: float,
         declared_max_tokens: bool,
-        slow_gap_seconds: float | None,
+        record_gaps: bool,
         num_recorded_steps: int,
         jump: bool,
     ) -> None:
@@ -116,14 +119,14 @@ class _Simulation:
         self._open_loop = open_loop
         self._max_waiting = max_waiting
         self._declared_max_tokens = declared_max_tokens
-        self._slow_gap_seconds = slow_gap_seconds
-        # Sequence id to when its last token came, and how many came late.
-        self._last_token: dict[int, float] = {}
-        self._num_slow_gaps: dict[int, int] = {}
+        # Sequence id to when its tokens came.
+        self._token_times: dict[int, array[float]] | None = {} if record_gaps else None
         self._num_recorded_steps = num_recorded_steps
-        self._jumps = jump
-        # The scheduler looks at the head of its queue alone; the rest waits here, as numbers rather than tokens.
-        self._window = 2 * scheduler.limits.max_num_seqs + 2 * MAX_SKIPPED
+        has_background = any([item.is_background for item in workload.items])
+        self._jumps = jump and not has_background
+        # The scheduler looks at the head of its queue alone; the rest waits here, as numbers rather than tokens. Where
+        # one class of work goes before the other, the head may be anywhere.
+        self._window = math.inf if has_background else 2 * scheduler.limits.max_num_seqs + 2 * MAX_SKIPPED
         self._backlog: deque[int] = deque()
         self._next = 0
         self._now = 0.0
@@ -153,8 +156,9 @@ class _Simulation:
             self._now += seconds
             self._num_steps += 1
             update = scheduler.update(batch, StepOutput(batch.step, self._draw(batch)), self._now)
-            if self._slow_gap_seconds is not None:
-                self._count_slow_gaps([sequence_id for sequence_id, _ in update.tokens], self._slow_gap_seconds)
+            if self._token_times is not None:
+                for sequence_id, _ in update.tokens:
+                    self._token_times[sequence_id].append(self._now)
             for ending in update.endings:
                 self._end(ending.sequence_id)
             if self._jumps and self._num_steps >= self._num_recorded_steps and is_steady(scheduler, batch, update):
@@ -201,9 +205,11 @@ class _Simulation:
             prompt = (ORDINARY,) * item.num_prompt_tokens
         longest = self._workload.max_output_tokens if self._declared_max_tokens else 0
         params = SamplingParams(max_tokens=max(longest, item.num_output_tokens), stop_token_ids=frozenset((STOP,)))
-        sequence = Sequence(index, f"r{index + 1}", prompt, params, self._arrival(index))
+        sequence = Sequence(index, f"r{index + 1}", prompt, params, self._arrival(index), background=item.is_background)
         self._scheduler.add(sequence)
         self._live[index] = sequence
+        if self._token_times is not None:
+            self._token_times[index] = array("d")
         self._ends_at[index] = item.num_prompt_tokens + item.num_output_tokens
 
     def _wait(self) -> bool:
@@ -233,7 +239,7 @@ class _Simulation:
     def _end(self, sequence_id: int) -> None:
         sequence = self._live.pop(sequence_id)
         del self._ends_at[sequence_id]
-        self._last_token.pop(sequence_id, None)
+        times = array("d") if self._token_times is None else self._token_times.pop(sequence_id)
         if sequence.first_seated_time is None or sequence.first_token_time is None:
             raise RuntimeError(f"request {sequence_id} ended as {sequence.finish_reason} before its first token")
         self._requests.append(
@@ -244,8 +250,8 @@ class _Simulation:
                 first_token=sequence.first_token_time,
                 finished=self._now,
                 num_output_tokens=sequence.num_output_tokens,
-                num_preemptions=sequence.num_preemptions,
-                num_slow_gaps=self._num_slow_gaps.pop(sequence_id, 0),
+                num_preemptions=sequence.num_preemptions - sequence.num_yields,
+                gaps=array("d", map(sub, islice(times, 1, None), times)),
             )
         )
 
@@ -276,27 +282,9 @@ class _Simulation:
                 low, high = (low, middle) if self._now + seconds(middle) >= arrival else (middle, high)
             num_steps = high
         repeat(scheduler, batch, num_steps, ORDINARY)
-        if self._slow_gap_seconds is not None:
-            self._count_slow_gaps_of_jump(first, growth, num_steps, self._slow_gap_seconds)
+        if self._token_times is not None:
+            times = array("d", [self._now + seconds(step) for step in range(1, num_steps + 1)])
+            for sequence in running:
+                self._token_times[sequence.sequence_id].extend(times)
         self._now += seconds(num_steps)
         self._num_steps += num_steps
-
-    def _count_slow_gaps(self, sequence_ids: list[int], limit: float) -> None:
-        """These got a token now."""
-        last_token, now = self._last_token, self._now
-        for sequence_id in sequence_ids:
-            if now - last_token.get(sequence_id, now) > limit:
-                self._num_slow_gaps[sequence_id] = self._num_slow_gaps.get(sequence_id, 0) + 1
-            last_token[sequence_id] = now
-
-    def _count_slow_gaps_of_jump(self, first: float, growth: float, num_steps: int, limit: float) -> None:
-        """Everybody who runs gets a token in each of these steps, which last `first`, `first + growth`, and so on."""
-        start = self._now
-        num_slow = sum([1 for step in range(1, num_steps) if first + growth * step > limit])
-        end = start + num_steps * first + growth * (num_steps * (num_steps - 1) // 2)
-        for sequence in self._scheduler.running:
-            sequence_id = sequence.sequence_id
-            late = num_slow + (start + first - self._last_token[sequence_id] > limit)
-            if late:
-                self._num_slow_gaps[sequence_id] = self._num_slow_gaps.get(sequence_id, 0) + late
-            self._last_token[sequence_id] = end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ from engine.config import SloTargets
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator
 
     from app.config import Settings
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from app.limit.summary import Outcome
     from app.limit.watch import Lines
 
+POLICY = "scheduler.policy"
+POLICIES = ("static", "dynamic", "continuous")
 ASKED = (
     "workload", "trace", "conversations", "mix", "skip_bad_lines", "chars_per_token", "max_error_share", "factor",
     "context", "arrivals", "gap_cv", "requests", "duration", "deadline", "repeats", "seed", "price_per_hour",
@@ -73,6 +75,9 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
         help="a JSON object a line while it runs; - is stdout, and no table",
     )
     command.add_argument("--against", type=Path, metavar="FILE", help="compare with what --json wrote earlier")
+    command.add_argument(
+        "--policies", type=_policies, metavar="A,B", help=f"compare the limit under these: {', '.join(POLICIES)}"
+    )
     add_simulation(command)
     add_settings(command, OFFLINE_SECTIONS)
 
@@ -111,14 +116,17 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("Give either --simulate or --url.")
     if not options.simulate:
         refuse_machine(options)
+    if options.policies and (options.url is not None or getattr(options, POLICY) is not None):
+        raise ConfigError(
+            "--policies is for a server that is started here, under each of them; leave --url and --policy out."
+        )
     settings = settings_of(options if options.url is not None else with_one_number_of_seats(options))
     from app.limit.command import run_limit
     from app.limit.watch import open_lines
 
     asked = _asked(options, settings)
-    find = _find_simulated if options.simulate else _find_over_http
     with open_lines(options.progress_json) as lines:
-        find_ = partial(find, options, settings, asked, lines)
+        find_ = partial(_find_under_policies if options.policies else _find, options, settings, asked, lines)
         echo = _say_nothing if str(options.progress_json) == "-" else print
         return run_limit(find_, asked, json_path=options.json, against=options.against, lines=lines, echo=echo)
 
@@ -142,6 +150,26 @@ def _asked(options: argparse.Namespace, settings: Settings) -> Options:
     ]
     background = SloTargets(**settings.slo_background.model_dump())
     return Options(**given, streams=options.seats, targets=SloTargets(*targets), background_targets=background)
+
+
+def _find(
+    options: argparse.Namespace, settings: Settings, asked: Options, lines: Lines | None, report: Reporter
+) -> Outcome:
+    find = _find_simulated if options.simulate else _find_over_http
+    return find(options, settings, asked, lines, report)
+
+
+def _find_under_policies(
+    options: argparse.Namespace, _settings: Settings, asked: Options, lines: Lines | None, report: Reporter
+) -> Outcome:
+    """As if each policy was named in turn."""
+    from app.limit.policies import find_under
+
+    def find(name: str, asked: Options, report: Reporter) -> Outcome:
+        named = argparse.Namespace(**{**vars(options), POLICY: name})
+        return _find(named, settings_of(named), asked, lines, report)
+
+    return find_under(options.policies, find, asked, report)
 
 
 def _find_simulated(
@@ -193,6 +221,14 @@ def _flags(options: argparse.Namespace) -> Iterator[str]:
         value = getattr(options, key.dotted, None)
         if value is not None:
             yield from (key.flag, str(value))
+
+
+def _policies(word: str) -> tuple[str, ...]:
+    """Several batching policies, for an option's `type`."""
+    names = tuple(word.split(","))
+    if len(names) < 2 or len(set(names)) < len(names) or not set(names) <= set(POLICIES):
+        raise argparse.ArgumentTypeError(f"must be two or more of {', '.join(POLICIES)}, with a comma between them")
+    return names
 
 
 def _secret(flag: str, word: str | None) -> str | None:

@@ -14,6 +14,7 @@ from app.interpreter import nothing_collected
 from app.key_store import has_keys
 from app.lifecycle import ending_at_once
 from app.listening import open_listening_socket
+from app.parent import end_with_input
 
 if TYPE_CHECKING:
     import argparse
@@ -23,6 +24,7 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     command = add_command(commands, "serve", "serve a model over HTTP", run)
     command.add_argument("--insecure", action="store_true", help="listen beyond loopback without keys and admin token")
+    command.add_argument("--end-with-input", action="store_true", help="end when standard input does, as after SIGTERM")
     add_settings(command, ALL_SECTIONS)
 
 
@@ -36,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
     # The address is bound again when it is needed; here it only has to be free.
     open_listening_socket(settings.server.host, settings.server.port).close()
     with ending_at_once(), nothing_collected():
+        if options.end_with_input:
+            end_with_input()
         if settings.server.log_format == "human":
             print(f"Loading {name} ...", file=sys.stderr, flush=True)
         import engine.startup  # noqa: F401  torch takes seconds to import; wrong use is answered before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -266,7 +267,7 @@ def _run(
         open_loop=open_loop,
         # Prompts without named blocks have nothing in common: looking them up would only take time.
         enable_prefix_caching=config.enable_prefix_caching and workload.prefix_block_tokens > 0,
-        slow_gap_seconds=config.slo.itl_p95_seconds,
+        record_gaps=config.slo.itl_p95_seconds is not None,
         num_recorded_steps=NUM_PICTURED_STEPS,
     )
     counters = result.counters
@@ -274,7 +275,7 @@ def _run(
         policy=policy,
         round=0,
         seconds=result.makespan,
-        answers=_answers(result),
+        answers=_answers(result, config.slo.itl_p95_seconds),
         counts=Counts(
             steps=result.num_steps,
             rows=counters.num_rows,
@@ -289,8 +290,9 @@ def _run(
     )
 
 
-def _answers(result: SimulationResult) -> tuple[Answer, ...]:
+def _answers(result: SimulationResult, slow_gap_seconds: float | None) -> tuple[Answer, ...]:
     """What each request saw."""
+    slow = math.inf if slow_gap_seconds is None else slow_gap_seconds
     return tuple(
         [
             Answer(
@@ -299,7 +301,7 @@ def _answers(result: SimulationResult) -> tuple[Answer, ...]:
                 first_token=request.first_token,
                 finished=request.finished,
                 num_output_tokens=request.num_output_tokens,
-                num_slow_gaps=request.num_slow_gaps,
+                num_slow_gaps=sum([gap > slow for gap in request.gaps]),
             )
             for request in sorted(result.requests)
         ]

@@ -19,7 +19,9 @@ simulated   the same in virtual time, without a model
 search      the rates that are tried, from runs alone
 statistics  the limit and its interval from runs at several rates
 summary     from runs to figures
+remarks     what must be known beside the figures
 watch       what is told while it goes on, for programs
+policies    the limit under several policies
 words       the figures on a terminal
 against     two results side by side
 command     all of it in order

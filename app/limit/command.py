@@ -14,6 +14,7 @@ from app.cli.progress import Progress
 from app.compare.load import FACTORS
 from app.compare.options import check_writable
 from app.limit.against import against_lines, read_result
+from app.limit.asking import one_line
 from app.limit.endpoint import EndpointError
 from app.limit.over_http import HttpMeasure
 from app.limit.search import FIRST_SHARE, search
@@ -99,6 +100,7 @@ class Looking:
         self._source = replace(source, max_model_len=endpoint.context)
         self._report = report
         self._began = time.monotonic()
+        self._gone = ""
 
     def find(self) -> Outcome:
         """Measure one user, the capacity, and then rates.
@@ -109,7 +111,7 @@ class Looking:
         """
         ready = self.prepare()
         runs: list[Run] = []
-        if not _is_hopeless(ready.single):
+        if not ready.single.hopeless:
             afford = partial(self._affords, ready)
             runs = search(
                 partial(self._run, ready.measure), FIRST_SHARE * ready.capacity, self._options.seeds, afford=afford
@@ -166,6 +168,10 @@ class Looking:
         self._report(int(gone), int(planned), f"{what}: {ended} of {total}, {left}")
 
     def _affords(self, ready: Prepared, rate: float) -> bool:
+        status, said = self._endpoint.get("/v1/models", self._endpoint.keys)
+        if not status or status >= 500:
+            self._gone = one_line(said) or f"HTTP {status}"
+            return False
         return time.monotonic() - self._began + ready.seconds_of(rate) <= self._options.duration
 
     def _choose(self, first: float, capacity: float) -> tuple[float, int]:
@@ -200,7 +206,8 @@ class Looking:
         errors = [seen.error for seen in run.seen if seen.error]
         if len(errors) > self._options.max_error_share * len(run.seen):
             said = f"{len(errors)} of {numbers.plural(len(run.seen), 'request')} failed"
-            raise EndpointError(f"{self._endpoint.url}: {said} ({errors[0]}) with {streams} at once.")
+            advice = _advice(errors[0], streams, knows_context=self._endpoint.context is not None)
+            raise EndpointError(f"{self._endpoint.url}: {said} ({errors[0]}) with {streams} at once{advice}.")
         if not run.finished:
             raise EndpointError(
                 f"{self._endpoint.url} finished no request in {CLOSED_SHARE * self._options.duration:.0f} s; "
@@ -218,6 +225,8 @@ class Looking:
 
     def _remarks(self) -> list[str]:
         remarks = []
+        if self._gone:
+            remarks.append(f"The server does not answer any more ({self._gone}): it was lost in the last run.")
         if not self._endpoint.ignores_end:
             remarks.append("The server does not take ignore_eos: answers may be shorter than was asked for.")
         if self._endpoint.hides_metrics:
@@ -229,12 +238,13 @@ class Looking:
         return remarks
 
 
-def _is_hopeless(single: Run) -> bool:
-    """Whether more than half of one user's requests miss a target: then no rate can keep it."""
-    return any(
-        sum(missed for missed, _ in entries) > sum(total for _, total in entries) / 2
-        for _, _, entries in single.entries()
-    )
+def _advice(error: str, streams: int, *, knows_context: bool) -> str:
+    """What may help against an error of a closed loop."""
+    if error in ("HTTP 400", "HTTP 413", "HTTP 422") and not knows_context:
+        return "; if prompts are too long for it, say its context with --context"
+    if error in ("HTTP 429", "HTTP 503") and streams > 1:
+        return "; ask for fewer at once with --seats"
+    return ""
 
 
 def run_limit(
@@ -280,7 +290,9 @@ def ended_like_a_key() -> Iterator[None]:
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # What is ignored stays so: `nohup` is to outlive its terminal.
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:

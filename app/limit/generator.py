@@ -232,7 +232,7 @@ def _address_of(host: str, port: int) -> tuple[Any, ...]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [info[4] for info in sorted(found, key=lambda info: info[0] != socket.AF_INET)]
     for address in addresses if len(addresses) > 1 else ():
-        with suppress(OSError), socket.create_connection(address[:2], CONNECT_SECONDS):
+        with suppress(OSError), socket.create_connection((str(address[0]), port), CONNECT_SECONDS):
             return address
     return addresses[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from engine.errors import ConfigError
 from engine.workload import WorkItem, Workload, generate, scaled
@@ -13,6 +13,11 @@ from engine.workload import WorkItem, Workload, generate, scaled
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+
+# Multiples of this lie as far apart on a ring as so many points can.
+GOLDEN: Final = (5**0.5 - 1) / 2
+NAMES_APART: Final = 1 << 40
 
 
 class Lengths(Protocol):
@@ -47,13 +52,16 @@ class Recorded:
     def take(self, num_requests: int, seed: int, factor: float = 1.0, max_model_len: int | None = None) -> Workload:
         """A stretch of them, begun again from the front at its end."""
         items = self.workload.items
-        start = seed * num_requests % len(items)
+        start = int(seed * GOLDEN % 1 * len(items))
         gap = 1 / self.workload.requests_per_second
         span = items[-1].arrival_seconds - items[0].arrival_seconds + gap
         stretch = []
         for place in range(start, start + num_requests):
             round_, index = divmod(place, len(items))
-            stretch.append(replace(items[index], arrival_seconds=items[index].arrival_seconds + round_ * span))
+            # Another time round, what prompts have in common they have among themselves alone.
+            names = tuple([name + round_ * NAMES_APART for name in items[index].prefix_ids])
+            arrival = items[index].arrival_seconds + round_ * span
+            stretch.append(replace(items[index], arrival_seconds=arrival, prefix_ids=names))
         return scaled(replace(self.workload, items=tuple(stretch)), factor, max_model_len)
 
 

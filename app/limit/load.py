@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 ARRIVALS: Final = ("poisson", "constant", "gamma", "own")
 NUM_LOOKED_AT: Final = 2000
-# Of the requests that count: sent before them until the server is in its stride, and after them so that it stays so.
-WARM_UP_SHARE, TAIL_SHARE = 0.2, 0.1
+# Of the requests that count: sent before them until the server is in its stride, and after them so that it stays so
+# until they have ended. A run against a server is over then, so a long tail costs nothing.
+WARM_UP_SHARE, TAIL_SHARE = 0.2, 0.3
 MIN_WARM_UP, MIN_TAIL = 5, 2
 
 
@@ -120,7 +121,12 @@ class Source:
             return parts[0], classes
         left = [iter(part.items) for part in parts]
         # Names of blocks are of one class alone, so in a mix nothing is said to be shared.
-        items = tuple([replace(next(left[number]), prefix_ids=()) for number in classes])
+        items = tuple(
+            [
+                replace(next(left[number]), prefix_ids=(), is_background=self.classes[number].is_background)
+                for number in classes
+            ]
+        )
         longest = max(item.num_output_tokens for item in items)
         shortened = sum(part.num_shortened for part in parts)
         name = ", ".join(one.name for one in self.classes)

@@ -43,18 +43,21 @@ def open_own_server(flags: Sequence[str], command: Sequence[str] = SERVE) -> Ite
     with TemporaryDirectory(prefix="relevo-limit-") as folder:
         log = Path(folder) / "log"
         own = ["--host", HOST, "--port", str(port), "--state-dir", folder, "--log-level", "warning"]
-        words = [*command, *own, "--drain-timeout-seconds", "0", *flags]
+        words = [*command, *own, "--drain-timeout-seconds", "0", "--end-with-input", *flags]
         with log.open("wb") as out:
-            # In a session of its own, the key that interrupts is left to the command, which ends it.
+            # In a session of its own, the key that interrupts is left to the command, which ends it; where the command
+            # is killed, the end of its input does.
             process = subprocess.Popen(  # noqa: S603
-                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                words, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
             )
+        assert process.stdin is not None
         try:
             _wait_until_ready(process, url, log)
             yield url
         finally:
             process.terminate()  # nobody waits for an answer from it
             end(process, GRACE_SECONDS)
+            process.stdin.close()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

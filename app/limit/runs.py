@@ -154,6 +154,15 @@ class Run:
             found["preemptions"] = _ratio(self.preemptions, max(1.0, ALLOWED_PREEMPTIONS * len(self.seen)))
         return {name: min(value, MAX_EXCESS) for name, value in found.items()}
 
+    @property
+    def hopeless(self) -> list[str]:
+        """The promises that more than half of the requests miss: of one user alone, no rate can keep them."""
+        sums = {
+            name: (sum([missed for missed, _ in entries]), sum([total for _, total in entries]))
+            for name, _, entries in self.entries()
+        }
+        return [name for name, (missed, total) in sums.items() if missed > total / 2]
+
     def _counts(self) -> Iterator[tuple[str, float, float, float]]:
         """Name, misses, all, and the share that may miss."""
         for name, allowed, entries in self.entries():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from app.limit.runs import Run, Seen
+from app.limit.exchange import NOT_FINISHED
+from app.limit.runs import Run, Seen, tokens_per_second
 from app.limit.scrapes import Observed
 from app.limit.search import FIRST_SHARE, search
 from app.limit.summary import Outcome
@@ -21,23 +24,28 @@ if TYPE_CHECKING:
     from app.limit.options import Options
     from app.limit.watch import Watch
     from engine.config import EngineConfig
-    from engine.simulator import SimulationResult
+    from engine.simulator import ServedRequest, SimulationResult
+    from engine.workload import WorkItem
 
 DEFAULT_REQUESTS: Final = 1000
+# So seldom that nobody ever meets another.
+ALONE_REQUESTS, ALONE_RATE = 100, 1e-7
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMeasure:
-    """Measures rates of a machine that is simulated; requests are of one class of work.
+    """Measures rates of a machine that is simulated.
 
     Attributes:
         num_counted: requests that count in each run.
+        deadline: seconds after which a request fails.
     """
 
     machine: Machine
     config: EngineConfig
     source: Source
     num_counted: int
+    deadline: float = math.inf
 
     def __call__(self, rate: float, seed: int) -> Run:
         """One run."""
@@ -48,6 +56,17 @@ class SimulatedMeasure:
         """Requests a second where all wait from the start."""
         result = self._simulate(self.source.make(self.num_counted, 1.0, seed), open_loop=False)
         return len(result.requests) / result.makespan if result.requests else 0.0
+
+    def alone(self, seed: int) -> Run:
+        """One user, who asks again only when the last answer is complete."""
+        run = replace(self, num_counted=ALONE_REQUESTS)(ALONE_RATE, seed)
+        stays = [seen.e2e for seen in run.finished if seen.e2e is not None]
+        if not stays:
+            return run
+        # In a closed loop there is nothing between one stay and the next.
+        begin, end = min(seen.due for seen in run.seen), max(seen.due for seen in run.seen)
+        longer = (end - begin) / sum(stays)
+        return replace(run, rate=1 / fmean(stays), tokens=(run.tokens[0] * longer, run.tokens[1] * longer))
 
     def _simulate(self, load: Load, *, open_loop: bool) -> SimulationResult:
         return simulate(
@@ -61,34 +80,29 @@ class SimulatedMeasure:
             # Prompts without named blocks have nothing in common: looking them up would only take time.
             enable_prefix_caching=self.config.enable_prefix_caching and load.workload.prefix_block_tokens > 0,
             max_waiting=self.config.max_waiting if open_loop else None,
-            slow_gap_seconds=self.source.promise.targets[0].itl_p95_seconds,
+            record_gaps=open_loop,
         )
 
     def _as_run(self, rate: float, seed: int, load: Load, result: SimulationResult) -> Run:
         first, last = load.counted
         items = load.workload.items
-        served = [request for request in result.requests if first <= request.item < last]
-        seen = [
-            Seen(
-                due=request.arrival,
-                lag=0.0,
-                watched=request.finished - request.arrival,
-                ttft=request.first_token - request.arrival,
-                e2e=request.finished - request.arrival,
-                prompt_tokens=items[request.item].num_prompt_tokens,
-                output_tokens=request.num_output_tokens,
-                num_gaps=request.num_output_tokens - 1,
-                num_slow_gaps=request.num_slow_gaps,
-            )
-            for request in sorted(served)
-        ]
+        served = sorted([request for request in result.requests if first <= request.item < last])
+        seen = [self._seen(request, items[request.item], load.classes[request.item]) for request in served]
         refused = [index for index in (*result.refused, *result.failed) if first <= index < last]
         seen += [
-            Seen(items[i].arrival_seconds, 0.0, 0.0, None, None, items[i].num_prompt_tokens, 0, 0, 0, error="refused")
-            for i in refused
-        ]
+            Seen(
+                items[index].arrival_seconds, 0.0, 0.0, None, None, items[index].num_prompt_tokens, 0, 0, 0,
+                error="refused", work_class=load.classes[index],
+            )
+            for index in refused
+        ]  # fmt: skip
         begin, end = items[first].arrival_seconds, items[last - 1].arrival_seconds
-        preemptions = sum(request.num_preemptions for request in served)
+        preemptions = sum([request.num_preemptions for request in served])
+        whole = [
+            (one.finished, items[one.item].num_prompt_tokens, one.num_output_tokens)
+            for one in result.requests
+            if one.finished - one.arrival <= self.deadline
+        ]
         # By Little's law: those who have a seat are as many as come, times how long each has it.
         seated = sum(request.finished - request.seated for request in served)
         observed = Observed(
@@ -98,7 +112,34 @@ class SimulatedMeasure:
             token_budget=self.config.max_num_batched_tokens,
             preemptions=preemptions,
         )
-        return Run(rate, seed, self.source.promise, tuple(seen), preemptions=preemptions, observed=observed)
+        return Run(
+            rate,
+            seed,
+            self.source.promise,
+            tuple(seen),
+            tokens=tokens_per_second(whole, begin, end),
+            preemptions=preemptions,
+            observed=observed,
+        )
+
+    def _seen(self, request: ServedRequest, item: WorkItem, work_class: int) -> Seen:
+        slow = self.source.promise.targets[work_class].itl_p95_seconds
+        e2e = request.finished - request.arrival
+        is_late = e2e > self.deadline
+        return Seen(
+            due=request.arrival,
+            lag=0.0,
+            watched=min(e2e, self.deadline),
+            ttft=request.first_token - request.arrival,
+            e2e=None if is_late else e2e,
+            prompt_tokens=item.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            num_gaps=len(request.gaps),
+            num_slow_gaps=0 if slow is None else sum([gap > slow for gap in request.gaps]),
+            gaps=request.gaps,
+            error=NOT_FINISHED if is_late else "",
+            work_class=work_class,
+        )
 
 
 def find_simulated(
@@ -116,7 +157,7 @@ def find_simulated(
         watch: told of each run.
 
     Raises:
-        ConfigError: there are several classes of work, or nothing can be served.
+        ConfigError: nothing can be served.
     """
     began = time.monotonic()
     measure, capacity = prepare_simulated(machine, config, source, options)
@@ -132,28 +173,31 @@ def find_simulated(
             watch.ran("rate", run)
         return run
 
-    runs = search(measured, FIRST_SHARE * capacity, options.seeds, afford=afford)
-    return outcome_of(measure, capacity, runs, time.monotonic() - began)
+    single = measure.alone(options.seed)
+    if watch is not None:
+        watch.ran("single", single)
+    runs = [] if single.hopeless else search(measured, FIRST_SHARE * capacity, options.seeds, afford=afford)
+    return outcome_of(measure, capacity, runs, time.monotonic() - began, single)
 
 
 def prepare_simulated(
     machine: Machine, config: EngineConfig, source: Source, options: Options
 ) -> tuple[SimulatedMeasure, float]:
     """With the requests settled on; and the capacity in requests a second. Raises as `find_simulated`."""
-    if len(source.classes) > 1:
-        raise ConfigError("A simulation has one class of work; leave --mix out.")
     context = min(machine.context_length, machine.num_blocks * config.block_size)
     source = replace(source, max_model_len=context)
     source = replace(source, factor=options.factor or source.least_factor())
-    measure = SimulatedMeasure(machine, config, source, options.requests or DEFAULT_REQUESTS)
+    measure = SimulatedMeasure(machine, config, source, options.requests or DEFAULT_REQUESTS, options.deadline)
     capacity = measure.capacity(options.seed)
     if not capacity:
         raise ConfigError("None of the requests fits into this machine's memory.")
     return measure, capacity
 
 
-def outcome_of(measure: SimulatedMeasure, capacity: float, runs: Sequence[Run], seconds: float) -> Outcome:
+def outcome_of(
+    measure: SimulatedMeasure, capacity: float, runs: Sequence[Run], seconds: float, single: Run | None = None
+) -> Outcome:
     """Everything that was measured."""
     machine = measure.machine
     described = {"model": f"Simulated: {machine.model} in {machine.dtype}", **machine.described}
-    return Outcome(described, measure.source, None, capacity, runs, seconds)
+    return Outcome(described, measure.source, single, capacity, runs, seconds)

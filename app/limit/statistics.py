@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from app.compare.runs import MAX_GROWTH
 from app.limit.runs import MAX_EXCESS
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _drawn(run: Run, num_draws: int) -> np.ndarray:
     starts = np.arange(0, len(ordered), size)
     rng = np.random.default_rng(run.seed)
     picks = rng.multinomial(len(starts), np.full(len(starts), 1 / len(starts)), num_draws)  # [draws, blocks]
-    worst = np.full(num_draws, _of_the_whole(run))
+    worst = np.maximum(run.excesses().get("preemptions", 0.0), _growth_drawn(run, ordered, size, picks))
     for allowed, pairs in entries:
         missed, total = (picks @ np.add.reduceat(pairs, starts)).T  # [draws] each
         ratio = np.where(missed > 0, MAX_EXCESS, 0.0)
@@ -135,10 +136,39 @@ def _drawn(run: Run, num_draws: int) -> np.ndarray:
     return logs
 
 
-def _of_the_whole(run: Run) -> float:
-    """The promises that are about a run and not about its requests: they are not drawn anew."""
-    excesses = run.excesses()
-    return max(excesses["waiting grows"], excesses.get("preemptions", 0.0))
+def _growth_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray) -> np.ndarray:
+    """`growth_excess` for requests drawn anew: [draws]. The medians of both quarters are of what was drawn of them.
+
+    Args:
+        ordered: places of the requests as they were due, `size` of them to a block.
+        picks: how often each block was drawn: [draws, blocks].
+    """
+    rows = [
+        (run.seen[place].due, ttft, position // size)
+        for position, place in enumerate(ordered)
+        if (ttft := run.seen[place].ttft) is not None
+    ]
+    quarter = len(rows) // 4
+    if not quarter:
+        return np.zeros(len(picks))
+    due, wait, block = (np.array(column) for column in zip(*rows, strict=True))
+    passed = float(np.median(due[-quarter:]) - np.median(due[:quarter]))
+    if passed <= 0:
+        return np.zeros(len(picks))
+    before, after = (_medians(wait[part], picks[:, block[part]]) for part in (slice(0, quarter), slice(-quarter, None)))
+    doubled = np.divide(after, 2 * before, out=np.full(len(picks), np.inf), where=before > 0)
+    return np.where(after > before, np.minimum(doubled, (after - before) / (MAX_GROWTH * passed)), 0.0)
+
+
+def _medians(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The median of `values` ([n]) under each row of `weights` ([draws, n]); the plain one where all of a row are 0."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[:, order], axis=1)
+    half = reached[:, -1:] / 2
+    # The mean of the two in the middle, as of an even number of values.
+    low, high = np.argmax(reached >= half, axis=1), np.argmax(reached > half, axis=1)
+    found = (values[order][low] + values[order][high]) / 2
+    return np.where(reached[:, -1] > 0, found, np.median(values))
 
 
 def _log(excess: float) -> float:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from app.compare.runs import percentile
-from app.limit.runs import MAX_LAG_SHARE, WANTED_SAMPLES
+from app.limit.policies import ratios
+from app.limit.remarks import mean_stay, remarks_on, why_not
+from app.limit.runs import WANTED_SAMPLES
 from app.limit.scrapes import bound_by
 from app.limit.statistics import limit_of
-from app.render import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ class Outcome:
         seconds: all of it took.
         remarks: what a reader must know beside the figures.
         tune: what came of tuning (`app/limit/tune_result.py`), where the server was tuned.
+        policies: all that were measured, this one too, by the batching policy; `policy` is that of this one.
     """
 
     server: Mapping[str, Any]
@@ -47,6 +49,8 @@ class Outcome:
     seconds: float
     remarks: Sequence[str] = ()
     tune: Mapping[str, Any] | None = None
+    policies: Mapping[str, Outcome] = field(default_factory=dict)
+    policy: str = ""
 
 
 def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
@@ -69,10 +73,18 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 3),
     }
     if limit is None:
-        result["why"] = _why(outcome)
+        result["why"] = why_not(outcome.single, runs)
     if outcome.tune is not None:
         result["tune"] = dict(outcome.tune)
-    return result | {"remarks": [*outcome.remarks, *_remarks(result, runs)]}
+    if outcome.policies:
+        result |= _under_policies(outcome, options)
+    return result | {"remarks": [*outcome.remarks, *remarks_on(result, runs, options.repeats)]}
+
+
+def _under_policies(outcome: Outcome, options: Options) -> dict[str, Any]:
+    """What stands beside the figures of one policy: a whole result for each, and how they compare."""
+    results = {name: summarize(replace(one, policies={}), options) for name, one in outcome.policies.items()}
+    return {"policy": outcome.policy, "policies": results, "ratio": ratios(outcome.policy, results)}
 
 
 def figures(run: Run) -> dict[str, Any]:
@@ -132,7 +144,7 @@ def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, 
     known = figures(best)
     price, think = options.price_per_hour, options.think_time
     speed = known["output_tokens_per_second"]
-    stay = fmean([seen.e2e for seen in best.finished if seen.e2e is not None])
+    stay = mean_stay(best)
     return {
         "requests_per_second": found.estimate,
         "low": found.low,
@@ -142,6 +154,7 @@ def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, 
         "output_tokens_per_second": speed,
         "bound_by": bound,
         "broken_promise": _broken(beyond),
+        "requests_at_once": found.estimate * stay,
         # A user is one request in so many seconds: the wait for the whole answer, and the time to think.
         "users": found.estimate * (stay + think) if think is not None else None,
         "cost_per_million_output_tokens": price / 3600 / speed * 1e6 if price is not None and speed else None,
@@ -167,21 +180,6 @@ def _broken(runs: Sequence[Run]) -> str | None:
     return max(failed[0].excesses().items(), key=lambda item: item[1])[0] if failed else None
 
 
-def _why(outcome: Outcome) -> str:
-    """Why there is no limit."""
-    if outcome.single is not None and not outcome.runs:
-        missed = ", ".join(name for name, excess in outcome.single.excesses().items() if excess > 1)
-        return f"Not even one user alone is served within the targets ({missed})."
-    lowest = min(outcome.runs, key=lambda run: run.rate)
-    if not lowest.is_valid:
-        return (
-            f"The generator was late by {numbers.seconds(lowest.lag_p99)} (p99), more than {MAX_LAG_SHARE:.0%} of the "
-            "smallest target: nothing is known of the server. Give it a machine of its own, or less to do."
-        )
-    worst = max(lowest.excesses().items(), key=lambda item: item[1])[0]
-    return f"The targets hold at no rate that was tried, down to {lowest.rate:.3g} requests/s ({worst})."
-
-
 def _workload(source: Source, options: Options) -> dict[str, Any]:
     load = source.make(1000, 1.0, options.seed)
     items = load.workload.items
@@ -196,30 +194,3 @@ def _workload(source: Source, options: Options) -> dict[str, Any]:
         "mean_prompt_tokens": fmean([item.num_prompt_tokens for item in items]),
         "mean_output_tokens": fmean([item.num_output_tokens for item in items]),
     }
-
-
-def _remarks(result: Mapping[str, Any], runs: Sequence[Run]) -> list[str]:
-    remarks = []
-    few = min([len(run.finished) for run in runs if not run.stopped], default=0)
-    for percent in (95, 99):
-        if runs and few < WANTED_SAMPLES[percent]:
-            remarks.append(
-                f"A p{percent} wants {WANTED_SAMPLES[percent]:,} finished requests; here are runs with {few}."
-            )
-    kinds = Counter(seen.error for run in runs for seen in run.seen if seen.error)
-    if kinds:
-        remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
-    late = [run for run in runs if not run.is_valid]
-    if late:
-        rates = ", ".join(dict.fromkeys(f"{run.rate:.3g}" for run in late))
-        remarks.append(f"At {rates} requests/s the generator itself was late; these runs say nothing of the server.")
-    if any(run.stopped for run in runs):
-        remarks.append("Runs that were certain to be lost were ended: their percentiles are of what had come by then.")
-    if result["limit"] and result["limit"]["is_at_least"] and not late:
-        remarks.append("The targets held at every rate that was tried: the limit is at least this.")
-    if cut := result["workload"]["shortened"]:
-        share = numbers.percent(cut / result["workload"]["looked_at"])
-        remarks.append(f"{share} of the requests did not fit into the context and were cut to it.")
-    if result["workload"]["skipped"]:
-        remarks.append(f"{numbers.plural(result['workload']['skipped'], 'bad line')} of the trace had to be skipped.")
-    return remarks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+from app.limit.remarks import NAMES
 from app.limit.runs import WANTED_SAMPLES
 from app.render import numbers
 
@@ -12,9 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LATENCIES: Final = {"ttft": "first token", "itl": "gap", "e2e": "answer"}
-NAMES: Final = {"ttft": "the first token", "itl": "the gaps between tokens", "e2e": "the whole answer"}
-
-
 # What happens where a promise is not kept; {of} names the class of work where there are several.
 BROKEN: Final = {
     "ttft": "first tokens{of} come too late",
@@ -28,9 +26,16 @@ BROKEN: Final = {
 
 def lines_of(result: Mapping[str, Any]) -> list[str]:
     """Everything, for a terminal about 150 columns wide."""
+    if "policies" not in result:
+        return [*what_was_asked(result), "", *_what_came(result)]
+    lines = [*what_was_asked(result), "", *policy_lines(result)]
+    for name, one in result["policies"].items():
+        lines += ["", f"Under {name}:", *_what_came(one)]
+    return lines
+
+
+def _what_came(result: Mapping[str, Any]) -> list[str]:
     return [
-        *what_was_asked(result),
-        "",
         *table(result["curve"]),
         *(["", *_table_of_classes(result)] if len(result["classes"]) > 1 else []),
         *([""] if result["curve"] else []),
@@ -68,7 +73,7 @@ def table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each run, by rising rate."""
     if not curve:
         return []
-    header = ["requests/s"]
+    header = ["requests/s", "seed"]
     for name in LATENCIES.values():
         header += [f"{name} p50", "p95", "p99"]
     header += ["answers", "goodput", "waiting", "preempted", "tokens/s", "errors", "holds"]
@@ -77,6 +82,7 @@ def table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
         rows.append(
             [
                 per_second(run["rate"]),
+                str(run["seed"]),
                 *_latency_cells(run, run["requests"]),
                 numbers.count(run["requests"]),
                 f"{run['goodput']:.2f}",
@@ -91,11 +97,11 @@ def table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _table_of_classes(result: Mapping[str, Any]) -> list[str]:
-    rows = [["requests/s", "class", *(f"{name} p95" for name in LATENCIES.values())]]
+    rows = [["requests/s", "seed", "class", *(f"{name} p95" for name in LATENCIES.values())]]
     for run in result["curve"]:
         for one, latencies in zip(result["classes"], run["classes"], strict=True):
             cells = [str(numbers.seconds(latencies[f"{name}_p95_seconds"])) for name in LATENCIES]
-            rows.append([per_second(run["rate"]), one["name"], *cells])
+            rows.append([per_second(run["rate"]), str(run["seed"]), one["name"], *cells])
     return aligned(rows)
 
 
@@ -139,7 +145,7 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     broken = f"; beyond it {broken_words(limit['broken_promise'])}" if limit["broken_promise"] else ""
     lines = [
         f"The limit is {least}{per_second(limit['requests_per_second'])} requests/s (between "
-        f"{per_second(limit['low'])} and {per_second(limit['high'])}), bound by {limit['bound_by']}{broken}.",
+        f"{per_second(limit['low'])} and {per_second(limit['high'])}){_bound(limit['bound_by'])}{broken}.",
         f"Just below it: goodput {limit['goodput']:.2f} requests/s, "
         f"{numbers.rate(limit['output_tokens_per_second'])} tokens/s.",
     ]
@@ -148,6 +154,11 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     if limit["cost_per_million_output_tokens"] is not None:
         lines.append(f"A million output tokens cost {limit['cost_per_million_output_tokens']:.2f}.")
     return lines
+
+
+def _bound(bound: str) -> str:
+    unknown, colon, why = bound.partition(": ")
+    return f"; what bound it is {unknown} ({why})" if colon else f", bound by {bound}"
 
 
 def broken_words(promise: str) -> str:
@@ -180,3 +191,29 @@ def _generator_line(result: Mapping[str, Any]) -> list[str]:
         f"Requests were sent {numbers.seconds(usual)} late (median), {numbers.seconds(latest)} at most (p99), "
         f"by a process that took {numbers.percent(share)} of a core at most."
     ]
+
+
+def policy_lines(result: Mapping[str, Any]) -> list[str]:
+    """A line for each policy."""
+    main, results = result["policy"], result["policies"]
+    rows = [["policy", "requests/s", "between", "users", "there at once", "goodput", "tokens/s", "ratio", "bound by"]]
+    for name, one in results.items():
+        limit = one["limit"]
+        if limit is None:
+            rows.append([name, "none", *["-"] * 6, one["why"]])
+            continue
+        ratio = result["ratio"].get(f"{main}_over_{name}")
+        rows.append(
+            [
+                name,
+                ("at least " if limit["is_at_least"] else "") + per_second(limit["requests_per_second"]),
+                f"{per_second(limit['low'])} and {per_second(limit['high'])}",
+                "-" if limit["users"] is None else f"{limit['users']:.0f}",
+                f"{limit['requests_at_once']:.1f}",
+                per_second(limit["goodput"]),
+                f"{limit['output_tokens_per_second']:.1f}",
+                "-" if ratio is None else f"{ratio['estimate']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
+                limit["bound_by"],
+            ]
+        )
+    return [f"The same requests and targets under each policy; ratio: how much more {main} serves.", *aligned(rows)]

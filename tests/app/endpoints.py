@@ -27,6 +27,12 @@ class Behaviour:
         pieces_of: tokens of each piece of text.
         refused: words in a body that make it a 400.
         key, metrics_key: that must be given; `None` takes everybody.
+        entry: what the list of models says beside the name.
+        props: what llama-server tells of itself.
+        redirect: where whoever asks is sent.
+        page: answers everything with this page.
+        lives_for: after so many questions it answers nobody any more, and hangs up in the middle of answers.
+        is_dead: it came to that.
         bodies: all bodies that came.
     """
 
@@ -42,6 +48,12 @@ class Behaviour:
     context: int | None = None
     metrics: str = ""
     metrics_key: str | None = None
+    entry: dict[str, Any] = field(default_factory=dict)
+    props: str = ""
+    redirect: str = ""
+    page: str = ""
+    lives_for: float = float("inf")
+    is_dead: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
     began: float = 0.0
 
@@ -59,6 +71,10 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 512
     behaviour: Behaviour
 
+    def verify_request(self, _request: Any, _address: Any) -> bool:
+        """Whether to answer at all."""
+        return not self.behaviour.is_dead
+
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -69,16 +85,30 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         behaviour = self.server.behaviour
+        if self.is_elsewhere():
+            return
         if self.path == "/metrics" and behaviour.metrics:
             if not self.is_refused(behaviour.metrics_key):
                 self.answer(200, behaviour.metrics)
         elif self.path == "/v1/models":
             if self.is_refused(behaviour.key):
                 return
-            model = {"id": "made-up"} | ({"max_model_len": behaviour.context} if behaviour.context else {})
+            model = {"id": "made-up", **behaviour.entry}
+            model |= {"max_model_len": behaviour.context} if behaviour.context else {}
             self.answer(200, json.dumps({"data": [model]}))
+        elif self.path == "/props" and behaviour.props:
+            self.answer(200, behaviour.props)
         else:
             self.answer(404, "{}")
+
+    def is_elsewhere(self) -> bool:
+        """Whether the answer was a page, or the way to another server."""
+        behaviour = self.server.behaviour
+        if behaviour.redirect:
+            self.answer(302, "", Location=behaviour.redirect + self.path)
+        elif behaviour.page:
+            self.answer(200, behaviour.page)
+        return bool(behaviour.redirect or behaviour.page)
 
     def do_POST(self) -> None:
         behaviour = self.server.behaviour
@@ -86,6 +116,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(text)
         behaviour.began = behaviour.began or time.monotonic()
         behaviour.bodies.append(body)
+        behaviour.is_dead = len(behaviour.bodies) > behaviour.lives_for
+        if self.is_elsewhere():
+            return
         if self.is_refused(behaviour.key):
             return
         if any(word in text for word in behaviour.refused):
@@ -101,8 +134,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(401, '{"error": {"message": "who are you?"}}')
         return refused
 
-    def answer(self, status: int, text: str) -> None:
+    def answer(self, status: int, text: str, **headers: str) -> None:
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(text)))
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -119,6 +154,8 @@ class Handler(BaseHTTPRequestHandler):
         self.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         for place in range(0, num_tokens, behaviour.pieces_of):
             behaviour.wait(behaviour.gap_seconds if place else behaviour.first_seconds)
+            if behaviour.is_dead:
+                return
             words = "word " * min(behaviour.pieces_of, num_tokens - place)
             choice = {"text": words} if "prompt" in body else {"delta": {"content": words}}
             self.event({"choices": [{"index": 0, **choice}]})

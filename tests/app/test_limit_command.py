@@ -26,6 +26,7 @@ from app.limit.runs import Promise, Run, Seen
 from app.limit.scrapes import Observed, bound_by, observe
 from app.limit.summary import Outcome, summarize
 from app.limit.words import lines_of, per_second
+from app.render import numbers
 from engine.config import SloTargets
 from tests.app.endpoints import open_endpoint
 
@@ -116,9 +117,9 @@ def test_metrics_that_want_an_admin_token_are_read_with_it() -> None:
         found = find_endpoint(url, "chat", key="right", admin_token="admin")
         with pytest.raises(EndpointError, match=r"refuses the admin token \(HTTP 401\); .* --admin-token"):
             find_endpoint(url, "chat", key="right", admin_token="wrong")
+        assert found.metrics() == {"num_requests_running": 0.0}
     assert (without.has_metrics, without.hides_metrics) == (False, True)
     assert (found.has_metrics, found.hides_metrics) == (True, False)
-    assert found.metrics() == {"num_requests_running": 0.0}
     assert "Bearer right" in found.request("x", 1)
     assert "admin" not in repr(found)
 
@@ -186,14 +187,26 @@ def test_a_simulated_limit_is_written_and_compared_with_itself(run: Any, tmp_pat
     assert "Other" not in out
 
 
-def test_where_no_rate_holds_there_is_no_limit_and_it_is_said_why(run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "why", "is_searched"),
+    [
+        ("0.04", "The targets hold at no rate that was tried", True),
+        ("0.001", "Not even one user alone is served within the targets: the first token takes ", False),
+    ],
+)
+def test_where_no_rate_holds_there_is_no_limit_and_it_is_said_why(
+    run: Any, tmp_path: Path, target: str, why: str, is_searched: bool
+) -> None:
     path = tmp_path / "limit.json"
-    code, out, _ = run(*SIMULATE, "--requests", "20", "--factor", "20", "--ttft-p95", "0.001", "--json", path)
+    code, out, _ = run(*SIMULATE, "--requests", "20", "--factor", "20", "--ttft-p95", target, "--json", path)
     assert code == 1
     result = json.loads(path.read_text())
     assert result["limit"] is None
-    assert "hold at no rate" in result["why"]
+    assert result["why"].startswith(why)
     assert f"No limit: {result['why']}" in out
+    assert result["single_user"]["ttft_p95_seconds"] > float(target)
+    assert (result["curve"] != []) == is_searched
+    assert f"One user alone: first token {numbers.seconds(result['single_user']['ttft_p50_seconds'])}" in out
 
 
 def test_each_class_of_work_is_held_to_its_own_targets() -> None:
@@ -216,10 +229,9 @@ def test_each_class_of_work_is_held_to_its_own_targets() -> None:
     outcome = Outcome({"model": "made up"}, Source(classes, promise), None, 3.0, runs[:2], 1.0)
     lines = lines_of(summarize(outcome, Options(targets=quick)))
     assert "Targets of summaries (share 1): 95 % of the whole answer within 30 s" in lines
-    assert any(
-        "bound by unknown" in line and "beyond it whole answers of class 2 take too long" in line for line in lines
-    )
-    assert any(line.split()[:3] == ["2.00", "summaries", "900"] for line in lines)
+    bound = "what bound it is unknown (the server shows no metrics); beyond it whole answers of class 2 take too long"
+    assert any(bound in line for line in lines)
+    assert any(line.split()[:4] == ["2.00", "0", "summaries", "900"] for line in lines)
     assert any("by a process that took 25" in line for line in lines)
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,10 +64,12 @@ def endpoint(url: str, api: str = "chat") -> Endpoint:
     return Endpoint(url, "", api, "made-up", {}, {})
 
 
-def measure(url: str, *, num: int = 20, targets: SloTargets = CALM, output: int = 3, **options: Any) -> HttpMeasure:
+def measure(
+    url: str, *, num: int = 20, targets: SloTargets = CALM, output: int = 3, may_fail: float = 0.01, **options: Any
+) -> HttpMeasure:
     source = Source(
         (WorkClass("requests", 1.0, Ranges((5, 9), (output, output)), targets),),
-        Promise((targets,), 0.01),
+        Promise((targets,), may_fail),
         arrivals="constant",
     )
     return HttpMeasure(endpoint(url), source, num, deadline=options.pop("deadline", 5.0))
@@ -156,9 +159,21 @@ def test_one_piece_a_token_and_an_end_without_text_are_left_as_they_are() -> Non
 )
 def test_errors_are_counted_by_kind(behaviour: dict[str, Any], kind: str, inside: list[Told]) -> None:
     with open_endpoint(**behaviour) as (url, _):
-        run = measure(url, num=4, deadline=0.3 if kind == NOT_FINISHED else 10.0)(40.0, 0)
+        run = measure(url, num=4, may_fail=1.0, deadline=0.3 if kind == NOT_FINISHED else 10.0)(40.0, 0)
     assert figures(run)["errors_by_kind"] == {kind: 4}
-    assert not run.holds
+    assert not replace(run, promise=Promise((CALM,), 0.01)).holds
+
+
+def test_a_run_is_ended_for_its_errors_only_where_more_failed_than_may(inside: list[Told]) -> None:
+    """Who fails at once is no one whose first text is late."""
+    targets = SloTargets(0.05, None, None)
+    with open_endpoint(refused=("made-up",)) as (url, _):
+        lost = measure(url, num=40, targets=targets)(200.0, 0)
+        borne = measure(url, num=40, targets=targets, may_fail=1.0)(200.0, 0)
+    assert lost.stopped
+    assert not lost.holds
+    assert not borne.stopped
+    assert borne.excesses()["ttft"] == 0
 
 
 def test_nobody_there_is_an_error_of_its_own_kind() -> None:

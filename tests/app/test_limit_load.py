@@ -49,7 +49,7 @@ def test_arrivals_have_the_spread_that_was_asked_for_and_the_rate_exactly(
 def test_some_are_sent_before_and_after_those_that_count() -> None:
     load = source().make(100, 8.0, 0)
     assert load.counted == (20, 120)
-    assert len(load.workload.items) == 130
+    assert len(load.workload.items) == 150
 
 
 def test_a_trace_keeps_its_own_arrivals_and_begins_elsewhere_under_another_seed(tmp_path: Path) -> None:
@@ -81,6 +81,22 @@ def test_a_short_trace_is_begun_again_at_its_end() -> None:
     taken = Recorded(Workload("two", items)).take(5, 0)
     assert [item.num_prompt_tokens for item in taken.items] == [10, 20, 10, 20, 10]
     assert [item.arrival_seconds for item in taken.items] == [0, 3, 6, 9, 12]
+
+
+def test_seeds_begin_at_places_of_a_trace_that_are_far_apart() -> None:
+    """Also where a run takes as many requests as there are: then seeds would otherwise all see the same."""
+    items = tuple(WorkItem(float(place), place + 1, 1) for place in range(150))
+    firsts = [Recorded(Workload("long", items)).take(150, seed).items[0].num_prompt_tokens for seed in range(5)]
+    assert firsts[0] == 1
+    assert min(abs(a - b) for a, b in pairwise(sorted(firsts))) > 15
+
+
+def test_another_time_round_a_trace_shares_nothing_with_the_first() -> None:
+    items = (WorkItem(0.0, 20, 1, (1, 2)), WorkItem(1.0, 20, 1, (1, 3)))
+    names = [item.prefix_ids for item in Recorded(Workload("two", items, prefix_block_tokens=10)).take(4, 0).items]
+    assert names[0][0] == names[1][0]
+    assert names[2][0] == names[3][0]
+    assert not set(names[0] + names[1]) & set(names[2] + names[3])
 
 
 def test_lengths_are_divided_and_cut_to_the_context_which_is_counted() -> None:

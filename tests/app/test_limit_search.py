@@ -181,6 +181,24 @@ def test_the_interval_is_wider_for_fewer_requests() -> None:
     assert few.high - few.low > 1.5 * (many.high - many.low)
 
 
+def test_growth_that_was_seen_by_chance_widens_the_interval() -> None:
+    """A wait that just does not grow too much holds, and with other requests it might not have."""
+
+    def run_at(rate: float) -> Run:
+        rng = random.Random(1)
+        waits = [0.05 + 0.2 * rng.random() + 0.01 * place for place in range(60)]
+        return make_run(rate, ttft=waits.__getitem__, num=60)
+
+    runs = [run_at(rate) for rate in (7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0)]
+    assert all(run.excesses()["ttft"] == 0 for run in runs)
+    assert runs[0].holds
+    assert not runs[-1].holds
+    found = limit_of(runs)
+    assert found is not None
+    assert found.low < 0.99 * found.estimate
+    assert found.high > 1.01 * found.estimate
+
+
 def simulated(num_counted: int) -> SimulatedMeasure:
     """A machine of 16 seats and requests of 15 to 25 tokens that answer prompts of 80 to 120."""
     targets = SloTargets(2.0, 0.25, None)

@@ -84,12 +84,25 @@ def test_times_of_one_request() -> None:
     assert (request.num_output_tokens, request.num_preemptions) == (3, 0)
 
 
-def test_gaps_that_are_longer_than_asked_about_are_counted() -> None:
+def test_every_gap_between_tokens_is_noted() -> None:
     """A long prompt is read beside the first request's answer: each of its three whole chunks makes a gap long."""
     workload = workload_of((0.0, 1, 30), (0.1, 100, 1))
-    first, second = sorted(play(workload, slow_gap_seconds=0.03).requests)
-    assert (first.num_slow_gaps, second.num_slow_gaps) == (3, 0)
-    assert sorted(play(workload).requests)[0].num_slow_gaps == 0
+    first, second = sorted(play(workload, record_gaps=True).requests)
+    assert (len(first.gaps), len(second.gaps)) == (29, 0)
+    assert sum(gap > 0.03 for gap in first.gaps) == 3
+    assert sum(first.gaps) == pytest.approx(first.finished - first.first_token)
+    assert len(sorted(play(workload).requests)[0].gaps) == 0
+
+
+def test_background_work_waits_for_the_interactive() -> None:
+    """One seat: who came later, but not in the background, goes first; the one that sits gives it its seat."""
+    items = ((0.0, 1, 4, True), (0.5, 1, 1, True), (0.5, 1, 2, False))
+    made = tuple(WorkItem(at, prompt, answer, (), background) for at, prompt, answer, background in items)
+    workload = Workload("made up", made, max_output_tokens=4)
+    result = play(workload, max_num_seqs=1, cost_model=ONE_SECOND, record_gaps=True)
+    finished = {request.item: request.finished for request in result.requests}
+    assert finished[2] < finished[0] < finished[1]
+    assert result == play(workload, max_num_seqs=1, cost_model=ONE_SECOND, record_gaps=True, jump=False)
 
 
 def test_an_answer_ends_where_the_capacity_does() -> None:
@@ -172,16 +185,16 @@ def test_jumping_gives_what_single_steps_give(
         "open_loop": open_loop,
         "max_waiting": max_waiting,
         "declared_max_tokens": declared,
-        "slow_gap_seconds": 0.021,
+        "record_gaps": True,
     }
     jumped, single = (play(workload_of(*items), jump=jump, **run) for jump in (True, False))
     assert jumped.num_steps == single.num_steps
     assert jumped.counters == single.counters
     assert (jumped.refused, jumped.failed) == (single.refused, single.failed)
     assert len(jumped.requests) + len(jumped.refused) + len(jumped.failed) == len(items)
-    assert [tuple(request) for request in jumped.requests] == [
-        pytest.approx(tuple(request), rel=1e-9, abs=1e-9) for request in single.requests
-    ]
+    for mine, other in zip(jumped.requests, single.requests, strict=True):
+        assert tuple(mine[:-1]) == pytest.approx(tuple(other[:-1]), rel=1e-9, abs=1e-9)
+        assert list(mine.gaps) == pytest.approx(list(other.gaps), rel=1e-9, abs=1e-9)
     assert jumped.busy_seconds == pytest.approx(single.busy_seconds, rel=1e-9)
 
 

@@ -1,0 +1,108 @@
+"""What a reader must know beside the figures, and why there is no limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from app.limit.load import WARM_UP_SHARE
+from app.limit.runs import MAX_LAG_SHARE, WANTED_SAMPLES, given
+from app.render import numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from app.limit.runs import Run, Seen
+
+NAMES = {"ttft": "the first token", "itl": "the gaps between tokens", "e2e": "the whole answer"}
+
+
+def mean_stay(run: Run) -> float:
+    """Seconds that a request is there, on average; 0 where none was finished."""
+    return fmean([seen.e2e for seen in run.finished if seen.e2e is not None] or [0.0])
+
+
+def why_not(single: Run | None, runs: Sequence[Run]) -> str:
+    """Why there is no limit."""
+    if single is not None and not runs:
+        return f"Not even one user alone is served within the targets: {'; '.join(_misses(single))}."
+    lowest = min(runs, key=lambda run: run.rate)
+    if not lowest.is_valid:
+        return (
+            f"The generator was late by {numbers.seconds(lowest.lag_p99)} (p99), more than {MAX_LAG_SHARE:.0%} of the "
+            "smallest target: nothing is known of the server. Give it a machine of its own, or less to do."
+        )
+    held = [run.rate for run in runs if run.is_valid and run.holds]
+    if held:
+        return (
+            f"The targets hold at {max(held):.3g} requests/s under one seed and under another they do not; "
+            "there was no time for lower rates. Give a larger --duration."
+        )
+    worst = max(lowest.excesses().items(), key=lambda item: item[1])[0]
+    return f"The targets hold at no rate that was tried, down to {lowest.rate:.3g} requests/s ({worst})."
+
+
+def _misses(single: Run) -> Iterator[str]:
+    """Each promise that one user alone does not get, with what that user gets."""
+    for number, targets in enumerate(single.promise.targets):
+        seen = [one for one in single.seen if one.work_class == number]
+        of = f" of class {number + 1}" if len(single.promise.targets) > 1 else ""
+        for name, target in given(targets).items():
+            if name + of in single.hopeless:
+                got = numbers.seconds(median(_samples(seen, name)) if _samples(seen, name) else None)
+                yield f"{NAMES[name]}{of} takes {got} (median), more than {numbers.seconds(target)}"
+
+
+def _samples(seen: Sequence[Seen], name: str) -> list[float]:
+    if name == "itl":
+        return [gap for one in seen for gap in one.gaps]
+    return [value for one in seen if (value := one.ttft if name == "ttft" else one.e2e) is not None]
+
+
+def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int) -> list[str]:
+    """A line each.
+
+    Args:
+        num_seeds: how many were to be tried near the limit.
+    """
+    remarks = [*_on_samples(result, runs)]
+    kinds = Counter(seen.error for run in runs for seen in run.seen if seen.error)
+    if kinds:
+        remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
+    late = [run for run in runs if not run.is_valid]
+    if late:
+        rates = ", ".join(dict.fromkeys(f"{run.rate:.3g}" for run in late))
+        remarks.append(f"At {rates} requests/s the generator itself was late; these runs say nothing of the server.")
+    if any(run.stopped for run in runs):
+        remarks.append("Runs that were certain to be lost were ended: their percentiles are of what had come by then.")
+    if result["limit"]:
+        if result["limit"]["is_at_least"] and not late:
+            remarks.append("The targets held at every rate that was tried: the limit is at least this.")
+        tried = len({run.seed for run in runs if run.is_valid})
+        if tried < num_seeds:
+            remarks.append(f"Only {tried} of {num_seeds} seeds were tried: there was no time for more (--duration).")
+    if cut := result["workload"]["shortened"]:
+        share = numbers.percent(cut / result["workload"]["looked_at"])
+        remarks.append(f"{share} of the requests did not fit into the context and were cut to it.")
+    if result["workload"]["skipped"]:
+        remarks.append(f"{numbers.plural(result['workload']['skipped'], 'bad line')} of the trace had to be skipped.")
+    return remarks
+
+
+def _on_samples(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]:
+    """What rests on few requests, or on a server that was not in its stride."""
+    whole = [run for run in runs if not run.stopped]
+    for number, one in enumerate(result["classes"]):
+        few = min([len([s for s in run.finished if s.work_class == number]) for run in whole], default=0)
+        of = f" of {one['name']}" if len(result["classes"]) > 1 else ""
+        for percent in (95, 99):
+            if runs and few < WANTED_SAMPLES[percent]:
+                yield f"A p{percent} wants {WANTED_SAMPLES[percent]:,} finished requests{of}; here are runs with {few}."
+    cold = [run for run in whole if run.holds and mean_stay(run) > WARM_UP_SHARE * len(run.seen) / run.rate]
+    if cold:
+        stay = numbers.seconds(max(map(mean_stay, cold)))
+        yield (
+            f"An answer takes {stay}, longer than the requests that are sent before those that count: "
+            "the server was not in its stride yet (--requests)."
+        )

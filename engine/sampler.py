@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kernels.noise import GOLDEN_RATIO, mix, words_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -191,16 +193,4 @@ def noise_key(seed: int, choice_index: int) -> np.uint64:
 
 def uniform(key: NDArray[np.uint64], positions: Ints) -> Doubles:
     """Numbers in [0, 1), a multiple of 2⁻⁵³ each, from keys [R] and positions [R]."""
-    mixed = mix(key + positions.astype(np.uint64) * GOLDEN_RATIO)
-    return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
-
-
-GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
-
-
-def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The SplitMix64 generator's step: every input bit flips each output bit with probability one half."""
-    words = words + GOLDEN_RATIO
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    return (words_of(key, positions) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)

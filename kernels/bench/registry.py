@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernels.bench import attention
+from kernels.bench import attention, sampling
 
 if TYPE_CHECKING:
     from kernels.bench.cases import Case
 
-MODULES = (attention,)
+MODULES = (attention, sampling)
 
 
 def main_cases() -> list[Case]:

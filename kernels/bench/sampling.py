@@ -1,0 +1,123 @@
+"""Cases of what is done with logits: draws, penalties and biases, masks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels import reference_sampling
+from kernels.bench.cases import TOLERANCE, Case, Work, assert_close
+from kernels.draws import Adjustments, SamplingColumns
+from kernels.gpu.logits import adjust_logits, apply_token_mask
+from kernels.gpu.sampling import make_scratch, sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# (temperature, top_k, top_p, min_p) of rows in turn.
+PLAIN = ((0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0))
+FILTERED = ((0.7, 0, 0.95, 0.0), (1.0, 40, 1.0, 0.0), (0.0, 5, 0.5, 0.0), (0.8, 20, 0.9, 0.0), (1.2, 0, 0.9, 0.05))
+ODD = (*PLAIN, *FILTERED, (1e-9, 0, 1.0, 0.0), (1.0, 3, 0.5, 0.0), (2.0, 0, 1e-6, 0.0), (1.0, 1000, 0.9999, 1.0))
+
+
+def make_columns(kinds: tuple[tuple[float, int, float, float], ...], device: torch.device) -> SamplingColumns:
+    """A seat of each of these kinds."""
+    temperature, top_k, top_p, min_p = zip(*kinds, strict=True)
+    keys = torch.arange(2 * len(kinds), dtype=torch.int32).view(-1, 2) * 0x3C6EF372 - 5
+    columns = (
+        torch.tensor(temperature),
+        torch.tensor(top_k, dtype=torch.int32),
+        torch.tensor(top_p),
+        torch.tensor(min_p),
+        keys,
+    )
+    return SamplingColumns(*[column.to(device) for column in columns])
+
+
+def make_draw(
+    kinds: tuple[tuple[float, int, float, float], ...], num_rows: int, vocab_size: int, device: torch.device
+) -> Work:
+    """Draws of rows of these kinds in turn; of the logits some are equal, some -inf, and a row or two are broken."""
+    generator = torch.Generator().manual_seed(vocab_size) if device.type == "cpu" else None
+    logits = torch.randn((num_rows, vocab_size), generator=generator, device=device) * 3
+    if device.type == "cpu" and num_rows:
+        logits[::3] = logits[::3].round()
+        logits[:, ::7] = float("-inf")
+        logits[num_rows // 2] = float("-inf")
+        logits[num_rows // 3, -1] = float("nan")
+        logits[num_rows // 4, 0] = float("inf")
+    seats = torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=device) % len(kinds)
+    positions = torch.arange(5, num_rows + 5, dtype=torch.int32, device=device)
+    columns, scratch = make_columns(kinds, device), make_scratch(num_rows, vocab_size, device)
+    out = torch.full((num_rows,), -7, dtype=torch.int32, device=device)
+    run = partial(sample, logits, columns, seats, positions, filtered=kinds is not PLAIN, scratch=scratch, out=out)
+
+    def check() -> None:
+        expected = reference_sampling.sample(logits, columns, seats, positions)
+        differs = run() != expected
+        # The compiler's logarithm may differ by its last bit from the processor's.
+        allowed = 0 if device.type == "cpu" else num_rows // 100
+        if int(differs.sum()) > allowed:
+            raise AssertionError(f"rows {differs.nonzero().flatten().tolist()} drew {run()[differs].tolist()}")
+
+    return Work(run, check, logits.nbytes)
+
+
+def make_mask(num_masks: int, num_rows: int, vocab_size: int, device: torch.device) -> Work:
+    """Masks for the last rows, in the opposite order."""
+    logits = torch.randn((num_rows, vocab_size), device=device)
+    words = (num_masks, -(-vocab_size // 32))
+    masks = torch.randint(-(2**31), 2**31 - 1, words, dtype=torch.int32, device=device)
+    rows = torch.arange(num_rows - 1, num_rows - 1 - num_masks, -1, dtype=torch.int32, device=device)
+    run = partial(apply_token_mask, logits, masks, rows)
+    check = partial(_check_in_place, run, partial(reference_sampling.apply_token_mask, masks=masks, rows=rows), logits)
+    return Work(run, check, masks.nbytes + num_masks * vocab_size * logits.itemsize // 2)
+
+
+def make_adjustments(num_lines: int, num_rows: int, vocab_size: int, device: torch.device) -> Work:
+    """So many lines spread over the rows: biases, penalties and both."""
+    logits = torch.randn((num_rows, vocab_size), device=device)
+    lines = torch.arange(num_lines, dtype=torch.int32, device=device)
+    penalties = torch.tensor([[1.0, 0.0, 0.0], [1.3, 0.0, 0.0], [1.0, 0.5, 0.25]], device=device)
+    adjustments = Adjustments(
+        lines % num_rows,
+        lines * 5 // num_rows % vocab_size,
+        (lines % 3 - 1).float(),
+        lines % 4 - 1,
+        penalties[torch.arange(num_lines, device=device) % 3].contiguous(),
+    )
+    run = partial(adjust_logits, logits, adjustments)
+    check = partial(_check_in_place, run, partial(reference_sampling.adjust_logits, adjustments=adjustments), logits)
+    return Work(run, check, sum(column.nbytes for column in adjustments) + 2 * 32 * num_lines)
+
+
+def _check_in_place(run: Callable[[], object], plain: Callable[[torch.Tensor], None], logits: torch.Tensor) -> None:
+    expected = logits.clone()
+    plain(expected)
+    run()
+    assert_close(logits, expected, TOLERANCE[torch.float32])
+
+
+def main_cases() -> list[Case]:
+    """Vocabularies of Llama 3 and Qwen 3, with few rows and with many."""
+    cases = []
+    for num_rows, vocab_size in ((256, 151_936), (16, 151_936), (1, 128_256)):
+        shape = f"{num_rows} × {vocab_size}"
+        for name, kinds in (("greedy and plain", PLAIN), ("top-k, top-p, min-p", FILTERED)):
+            cases.append(Case("sample", f"{shape}, {name}", partial(make_draw, kinds, num_rows, vocab_size)))
+    cases.append(Case("apply_token_mask", "64 of 256 × 151936", partial(make_mask, 64, 256, 151_936)))
+    cases.append(Case("adjust_logits", "32768 of 256 × 151936", partial(make_adjustments, 32_768, 256, 151_936)))
+    return cases
+
+
+def small_cases() -> list[Case]:
+    """One token, less than a block, more than a segment."""
+    cases = [
+        Case("sample", f"{rows} × {vocab}, {len(kinds)} kinds", partial(make_draw, kinds, rows, vocab))
+        for kinds, rows, vocab in ((PLAIN, 3, 1), (ODD, 11, 77), (PLAIN, 5, 9001), (FILTERED, 5, 8193), (ODD, 0, 5))
+    ]
+    cases.append(Case("apply_token_mask", "2 of 3 × 1077", partial(make_mask, 2, 3, 1077)))
+    cases.append(Case("adjust_logits", "300 of 7 × 500", partial(make_adjustments, 300, 7, 500)))
+    return cases

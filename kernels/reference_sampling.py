@@ -1,0 +1,103 @@
+"""The plain version of each operation on logits: what the fast ones are compared with.
+
+Names and signatures are those of kernels/gpu/sampling.py and kernels/gpu/logits.py, but for room that they are given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kernels.noise import spread, words_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kernels.draws import Adjustments, SamplingColumns
+
+
+def sample(
+    logits: torch.Tensor, columns: SamplingColumns, seats: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Choose a token for each row, by the Gumbel-max trick among those that top-k, top-p and min-p keep.
+
+    Args:
+        logits: [R, V] of any float dtype; -inf is never drawn.
+        columns: of all seats.
+        seats: [R] int32, each row's line of the columns.
+        positions: [R] int32, where the drawn tokens will stand in their sequences.
+
+    Returns:
+        [R] int32 token ids; -1 where the logits are no numbers or none is above -inf.
+    """
+    temperature, top_k, top_p, min_p, halves = [column[seats.long()].cpu().numpy() for column in columns]
+    keys = halves.astype(np.int64).astype(np.uint64) & np.uint64(0xFFFFFFFF)
+    noise = gumbel(spread(words_of(keys[:, 0] | keys[:, 1] << np.uint64(32), positions.cpu().numpy()), logits.shape[1]))
+    token_ids = []
+    for row, values in enumerate(logits.float().cpu().numpy()):
+        best = values.max()  # NaN if any is
+        if not np.isfinite(best):
+            token_ids.append(-1)
+        elif temperature[row] < 1e-5:
+            token_ids.append(int(values.argmax()))
+        else:
+            kept = _kept(values, temperature[row], int(top_k[row]), float(top_p[row]), float(min_p[row]))
+            scores = np.where(kept, values / temperature[row] + noise[row], -np.inf)
+            token_ids.append(int(scores.argmax()))
+    return torch.tensor(token_ids, dtype=torch.int32, device=logits.device)
+
+
+def gumbel(words: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """Noise of the Gumbel distribution from words of 32 bits: -log(-log(1 - u)), float32."""
+    u = np.minimum((words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(0.99999994))
+    noise: NDArray[np.float32] = (-np.log(-np.log1p(-u.astype(np.float64)))).astype(np.float32)
+    return noise
+
+
+def _kept(values: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_]:
+    """Which tokens may be drawn: [V] truth values, of logits [V]."""
+    chances = np.exp((values.astype(np.float64) - values.max()) / temperature)
+    descending = -np.sort(-values)
+    falling = -np.sort(-chances)
+    least = -np.inf
+    if top_k:
+        falling, descending = falling[:top_k], descending[:top_k]
+        least = descending[-1]
+    if top_p < 1:
+        before = falling.cumsum() - falling
+        least = descending[max(1, int((before < top_p * falling.sum()).sum())) - 1]
+    kept: NDArray[np.bool_] = (values >= least) & (chances >= min_p)
+    return kept
+
+
+def apply_token_mask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
+    """Take away what a mask does not allow, in place.
+
+    Args:
+        logits: [R, V].
+        masks: [M, ⌈V / 32⌉] int32, a bit a token, the lowest first.
+        rows: [M] int32, the row of each mask.
+    """
+    bits = masks.cpu().numpy().view(np.uint8)
+    allowed = np.unpackbits(bits, axis=1, bitorder="little", count=logits.shape[1]).astype(bool)
+    for row, each in zip(rows.tolist(), allowed, strict=True):
+        logits[row, torch.from_numpy(~each).to(logits.device)] = -math.inf
+
+
+def adjust_logits(logits: torch.Tensor, adjustments: Adjustments) -> None:
+    """Bias some logits, then lower those of tokens that were seen, in place: the order is vLLM's.
+
+    Args:
+        logits: [R, V] float32.
+        adjustments: no token of a row comes twice.
+    """
+    for row, token_id, bias, count, penalties in zip(*[column.tolist() for column in adjustments], strict=True):
+        value = np.float32(logits[row, token_id].item()) + np.float32(bias)
+        if count >= 0:
+            repetition, frequency, presence = np.array(penalties, dtype=np.float32)
+            value = value / repetition if value > 0 else value * repetition
+            value -= frequency * np.float32(count) + presence * np.float32(count > 0)
+        logits[row, token_id] = float(value)

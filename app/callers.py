@@ -72,7 +72,7 @@ class Callers:
         return Caller(
             partial(self._sharing.root, who),
             "" if record is None else record.name,
-            background=who in self._background,
+            background=who in self._background or (record is not None and record.is_background),
             key_identity="" if record is None else record.identity,
         )
 

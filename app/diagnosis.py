@@ -71,7 +71,7 @@ def diagnose(snapshot: Mapping[str, Any], *, ready: bool, reason: str | None, mo
         *_lag(snapshot),
     ]
     worst_first = sorted(found, key=lambda finding: finding.level != "bad")
-    return [*_state(ready, reason), *_told_once(worst_first)] or [_all_is_well(snapshot)]
+    return [*_state(ready, reason), *_search(snapshot), *_told_once(worst_first)] or [_all_is_well(snapshot)]
 
 
 def _told_once(findings: list[Finding]) -> Iterator[Finding]:
@@ -98,6 +98,13 @@ def _state(ready: bool, reason: str | None) -> Iterator[Finding]:
         yield Finding("bad", "The engine is stalled", why or "no step comes to its end", help_)
     else:
         yield Finding("bad", f"The server is not ready: {word}", why, "Its log says more.")
+
+
+def _search(snapshot: Mapping[str, Any]) -> Iterator[Finding]:
+    search = snapshot.get("limit_search")
+    if search is not None:
+        why = f"{search['who']} has the limit looked for: most of what is asked here comes from it and not from users"
+        yield Finding("warn", "A search for the limit runs", why, "It is on the page Limit, where it can be stopped.")
 
 
 def _failures(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]:

@@ -51,6 +51,7 @@ class KeyRecord:
         created: seconds since the epoch; `None` for a key of the configuration.
         last_used: seconds since the epoch; `None` where it was not used, or not since the start.
         revoked: seconds since the epoch, once it is.
+        is_background: whether whatever is asked with it is background work.
     """
 
     name: str
@@ -60,6 +61,7 @@ class KeyRecord:
     created: float | None = None
     last_used: float | None = None
     revoked: float | None = None
+    is_background: bool = False
 
     @property
     def identity(self) -> str:
@@ -72,6 +74,9 @@ class Keyring:
 
     A server without any key is open to its machine. With the first key it is closed, and it stays closed when that key
     is revoked: taking a right away must not give one to everybody else. It opens again when the revoked are forgotten.
+
+    Attributes:
+        lent: a key that the server has lent itself, or `None`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -83,6 +88,7 @@ class Keyring:
         self._made: list[KeyRecord] = []
         self._revoked: dict[int, float] = {}
         self._by_name = {record.name: record for record in self._configured}
+        self.lent: KeyRecord | None = None
 
     def __iter__(self) -> Iterator[KeyRecord]:
         yield from self._configured
@@ -131,6 +137,21 @@ class Keyring:
         self._revoked.setdefault(key_id, now)
         self._index()
 
+    def lend(self, name: str, *, is_background: bool = False) -> str:
+        """Make a key that lives in memory until it is taken back, for a helper of the server; gives the secret.
+
+        It is not among the keys that there are: it does not close the API and is not listed. One at a time.
+        """
+        secret = make_secret()
+        self.lent = KeyRecord(name, Digests.of(secret), is_background=is_background)
+        self._index()
+        return secret
+
+    def take_back(self) -> None:
+        """Let the lent key open nothing any more."""
+        self.lent = None
+        self._index()
+
     def is_valid(self, record: KeyRecord) -> bool:
         """Whether it opens anything; one whose name the configuration gave to another key does not."""
         return self._by_name.get(record.name) is record
@@ -140,7 +161,8 @@ class Keyring:
             if record.revoked is None and record.key_id is not None:
                 record.revoked = self._revoked.get(record.key_id)
         valid = [record for record in self._made if record.revoked is None]
-        self._by_name = {record.name: record for record in (*valid, *self._configured)}
+        lent = () if self.lent is None else (self.lent,)
+        self._by_name = {record.name: record for record in (*lent, *valid, *self._configured)}
 
 
 def make_secret() -> str:

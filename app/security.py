@@ -6,6 +6,7 @@
     OPERATOR    the admin token, where there is one; else a peer on this machine
 
 A server that listens beyond loopback without keys or token (`--insecure`) lets everyone in: that was its owner's word.
+A key that the server has lent to a helper of its own opens the API and those of the operator's routes that it needs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ ADMIN_COOKIE: Final = "relevo_admin"
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _OPEN: Final = frozenset({"/healthz", "/readyz", "/health", "/version", "/load", "/get_load", "/login", "/logout"})
 _API: Final = frozenset({"/", "/chat/many", "/chat/seats", "/docs", "/openapi.json", "/tokenize", "/detokenize"})
+# What helpers of the server need: they measure, and may tune.
+_LENT: Final = frozenset({"/metrics", "/admin/config"})
 # A proxy on this machine passes on the whole world: with one of these the peer is not who asks.
 _FORWARDED: Final = ("Forwarded", "X-Forwarded-For", "X-Real-Ip", "X-Forwarded-Host", "Via")
 
@@ -79,6 +82,8 @@ class Gate:
         peer = peer_address(request)
         if area is Area.OPEN:
             return peer
+        if (lent := self._find_lent(request, area)) is not None:
+            return lent
         if self._keyring.is_closed if area is Area.API else self._admin is not None:
             return self._judge_secret(request, area, may_use_cookie)
         # A server that began with keys does not open itself to the world when the last one is gone.
@@ -98,10 +103,10 @@ class Gate:
         return found
 
     def _judge_secret(self, request: Request, area: Area, may_use_cookie: bool) -> str:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        scheme, sent = _authorization(request)
         found = None
-        if scheme.lower() == "bearer":
-            found = self._find(_header_bytes(given.strip()), area)
+        if scheme == "bearer":
+            found = self._find(sent, area)
         elif not scheme and area is Area.API and "X-Api-Key" in request.headers:
             # How clients of Anthropic's API send it.
             found = self._find(_header_bytes(request.headers["X-Api-Key"].strip()), area)
@@ -124,6 +129,20 @@ class Gate:
             return None
         digest = known.cookie if is_cookie else known.key
         return "admin" if hmac.compare_digest(sha256(sent).digest(), digest) else None
+
+    def _find_lent(self, request: Request, area: Area) -> str | None:
+        """The name of the key that the server has lent, where it was sent and opens this."""
+        lent, (scheme, sent) = self._keyring.lent, _authorization(request)
+        if lent is None or scheme != "bearer" or not hmac.compare_digest(sha256(sent).digest(), lent.digests.key):
+            return None
+        rule = request.url_rule
+        return lent.name if area is Area.API or (rule is not None and rule.rule in _LENT) else None
+
+
+def _authorization(request: Request) -> tuple[str, bytes]:
+    """The scheme of the header of that name, in small letters, and what follows it."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    return scheme.lower(), _header_bytes(given.strip())
 
 
 def _header_bytes(text: str) -> bytes:

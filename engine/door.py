@@ -17,7 +17,7 @@ from engine.errors import DrainingError, LateError, QueueFullError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from engine.handle import Handle
+    from engine.handle import GenerationRequest, Handle
     from engine.scheduler import Scheduler
     from engine.stats import ClassStats, Rate, Stats
 
@@ -33,12 +33,16 @@ class Door:
 
     Args:
         step_started: when the step under way began; `None` between two steps.
+
+    Attributes:
+        on_added: told of each request that comes in; must not raise.
     """
 
     def __init__(self, scheduler: Scheduler, stats: Stats, step_started: Callable[[], float | None]) -> None:
         self._scheduler = scheduler
         self._stats = stats
         self._step_started = step_started
+        self.on_added: Callable[[GenerationRequest], object] | None = None
         self._ends_at: float | None = None
         self._open: tuple[dict[int, Handle], dict[int, Handle]] = ({}, {})  # interactive, background
         self._num_open: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # by key
@@ -53,6 +57,8 @@ class Door:
         """It came in."""
         self._open[handle.request.background][handle.sequence_id] = handle
         self._num_open[handle.request.background][handle.request.key] += 1
+        if self.on_added is not None:
+            self.on_added(handle.request)
 
     def remove(self, handle: Handle) -> None:
         """It has ended."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.door import Door
+    from engine.handle import GenerationRequest
     from engine.loaded import TokenizerLike
     from engine.request_log import RequestLog
     from engine.scheduler import Scheduler
@@ -32,6 +33,14 @@ class RequestView:
         self._scheduler = scheduler
         self._door = door
         self._tokenizer = tokenizer
+
+    def watch(self, added: Callable[[GenerationRequest], object] | None) -> None:
+        """Have each request that comes in from now on told; `None` ends it. One at a time watches.
+
+        Args:
+            added: runs where the request is handed in: must not raise.
+        """
+        self._door.on_added = added
 
     def open(self) -> list[dict[str, Any]]:
         """Those that wait or run, in the order of arrival, each as in `active` of the statistics."""

@@ -80,7 +80,7 @@ def test_insecure_on_purpose_lets_everyone_in() -> None:
 
 
 def test_what_began_with_keys_does_not_open_to_the_world_when_they_are_gone() -> None:
-    keyring = SimpleNamespace(is_closed=True)
+    keyring = SimpleNamespace(is_closed=True, lent=None)
     gate = Gate(make_settings(server={"host": "0.0.0.0"}), keyring)  # type: ignore[arg-type]
     keyring.is_closed = False
     with pytest.raises(ApiError, match="this machine"):

@@ -34,6 +34,7 @@ from app.drawing import Drawing
 from app.endings import Refusals, this_request
 from app.guard import Guard
 from app.history_pages import history_blueprint
+from app.limit_page.routes import limit_blueprint
 from app.limits import UNAVAILABLE
 from app.login import login_blueprint
 from app.logs import FIELDS
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from app.journal.journal import Journal
     from app.key_service import KeyService
     from app.lifecycle import Lifecycle
+    from app.limit_page.service import LimitSearches
     from app.limits import Limits
     from app.live_config import LiveConfig
     from app.recording.recorder import TrafficRecorder
@@ -93,6 +95,7 @@ class Context:
         limits: how much each of them may ask for.
         endings: tells the log, and traces and a recording where they are wanted, of each request that ended.
         recorder: makes recordings of lengths and times, and knows those that are kept.
+        searches: looks for the limit of this server when an operator wants it.
         live: the only way to change the settings that move.
         effects: what came of such changes.
         services: what runs beside the server.
@@ -114,6 +117,7 @@ class Context:
     limits: Limits
     endings: Endings
     recorder: TrafficRecorder
+    searches: LimitSearches
     services: Services = field(default_factory=Services)
     started_at: int = field(default_factory=lambda: int(time.time()))
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -123,7 +127,7 @@ class Context:
     def stats(self, window_seconds: int = DEFAULT_WINDOW) -> dict[str, Any]:
         """The object of `GET /ops/stats.json`: the engine's numbers, the process's, and what is wrong."""
         events = [event.as_json() for event in self.journal.events.latest(NUM_EVENTS)]
-        own = {**self.lifecycle.stats(), "events": events, "history": self.journal.stats()}
+        own = {**self.lifecycle.stats(), **self.searches.stats(), "events": events, "history": self.journal.stats()}
         return self.telemetry.complete({**self.engine.snapshot(), **own}, window_seconds)
 
 
@@ -146,6 +150,7 @@ def create_app(context: Context) -> QuartTrio:
         metrics_blueprint(context),
         pages_blueprint(context),
         history_blueprint(context),
+        limit_blueprint(context),
         requests_blueprint(context),
         table_blueprint(context),
         chat_blueprint(context),

@@ -22,6 +22,7 @@ from app.journal.journal import Journal
 from app.key_service import KeyService
 from app.keys import Keyring
 from app.lifecycle import FAREWELL_SECONDS, Lifecycle
+from app.limit_page.service import LimitSearches
 from app.limits import Limits
 from app.listening import cannot_listen
 from app.live_config import LiveConfig
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from app.config import Settings
     from app.tracing import Tracing
     from engine.engine import Engine
+
+    MakeSearches = Callable[[Engine, Keyring, Journal], LimitSearches]
 
 log = logging.getLogger("relevo.server")
 
@@ -55,11 +58,12 @@ async def serve_engine(
     journal: Journal | None = None,
     tracing: Tracing | None = None,
     recorder: TrafficRecorder | None = None,
+    make_searches: MakeSearches = LimitSearches,
 ) -> None:
     """Serve a running engine on a bound socket until a signal; the socket is closed at the end."""
     tune_interpreter()
     lifecycle = Lifecycle()
-    context = make_context(settings, engine, lifecycle, keys, journal, tracing, recorder)
+    context = make_context(settings, engine, lifecycle, keys, journal, tracing, recorder, make_searches)
     drain_seconds = settings.server.drain_timeout_seconds
     async with trio.open_nursery() as nursery:
         nursery.start_soon(context.telemetry.run)
@@ -71,6 +75,7 @@ async def serve_engine(
             "journal": context.journal.run,
             "refusals": context.refusals.run,
             "recorder": context.recorder.run,
+            "limit_search": context.searches.run,
             "notices": partial(keep_notices, engine, context.journal, context.live),
             "stall_watch": partial(watch_stalls, engine),
         }
@@ -81,6 +86,7 @@ async def serve_engine(
             # If even the drain hangs, say where, and go.
             limit = drain_seconds + FAREWELL_SECONDS + GRACEFUL_SECONDS + 10
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
+            context.searches.stop("shutdown", "It was asked to end.")
             nursery.start_soon(lifecycle.drain, engine, context.telemetry, drain_seconds)
 
         await nursery.start(lifecycle.watch_signals, drain)
@@ -102,6 +108,7 @@ def make_context(
     journal: Journal | None = None,
     tracing: Tracing | None = None,
     recorder: TrafficRecorder | None = None,
+    make_searches: MakeSearches = LimitSearches,
 ) -> Context:
     """What the routes work with, around a running engine.
 
@@ -110,15 +117,17 @@ def make_context(
         journal: without, nothing outlives the process.
         tracing: without, there are no traces.
         recorder: without, nothing can be recorded.
+        make_searches: makes what looks for the limit.
     """
     journal = Journal() if journal is None else journal
     recorder = TrafficRecorder(None, journal) if recorder is None else recorder
     keys = KeyService(Keyring(settings)) if keys is None else keys
     effects = EffectWatch(engine, journal)
+    searches = make_searches(engine, keys.keyring, journal)
     return Context(
         settings=settings,
         engine=engine,
-        telemetry=Telemetry(engine, process=lifecycle.stats, journal=journal),
+        telemetry=Telemetry(engine, process=lambda: lifecycle.stats() | searches.stats(), journal=journal),
         lifecycle=lifecycle,
         journal=journal,
         live=LiveConfig(engine, journal, effects),
@@ -128,6 +137,7 @@ def make_context(
         limits=Limits(keys.keyring.get),
         endings=Endings(engine, tracing, recorder),
         recorder=recorder,
+        searches=searches,
     )
 
 

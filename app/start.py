@@ -78,6 +78,10 @@ async def _serve(settings: Settings, tracing: Tracing | None) -> None:
             # Changes of the settings are counted on from where the last process came to.
             config = replace(settings.engine_config(), first_generation=journal.audit.generation)
             async with open_engine(config) as engine:
+                from app.limit_page.kept import FOLDER as SEARCHES
+                from app.limit_page.kept import KeptSearches
+                from app.limit_page.service import LimitSearches
                 from app.server import serve_engine
 
-                await serve_engine(settings, engine, listener, keys, journal, tracing, recorder)
+                make_searches = partial(LimitSearches, kept=KeptSearches(folder / SEARCHES))
+                await serve_engine(settings, engine, listener, keys, journal, tracing, recorder, make_searches)

@@ -25,21 +25,28 @@ from app.config_schema import KeyLimits
 from app.journal.journal import open_journal
 from app.key_service import open_keys
 from app.lifecycle import Lifecycle
+from app.limit_page.kept import KeptSearches
+from app.limit_page.service import LimitSearches
+from app.limit_page.wish import Wish
 from app.listening import open_listening_socket
 from app.recording.recorder import open_recorder
 from app.server import make_context, run_http
 from engine.errors import UnavailableError
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import SamplingParams
+from tests.app.limit_lines import whole_script, write_script
 from tests.fakes import fake_config, open_fake_engine, read_deltas
 
 if TYPE_CHECKING:
+    from app.http import Context
     from engine.engine import Engine
 
 # Requests a second, as a rule and in the middle minutes.
 LOADS: Final = {
     "idle": (0.0, 0.0), "busy": (0.9, 1.4), "overloaded": (1.0, 3.0), "draining": (1.0, 1.2), "stalled": (0.9, 1.0),
 }  # fmt: skip
+# Those in which the limit was looked for, and whether it still is.
+LOOKED_AT: Final = {"idle": False, "busy": True}
 WARM_SECONDS: Final = 600.0
 BUSY_FROM, BUSY_TO = 300.0, 480.0
 STEP_SECONDS: Final = 0.1
@@ -104,7 +111,11 @@ async def serve(state: str, port: int, clock: MockClock) -> None:
             trio.open_nursery() as nursery,
         ):
             journal.wall = lambda: began + trio.current_time()
-            context = make_context(settings, engine, Lifecycle(), keys, journal, None, recorder)
+            script = folder / "search.jsonl"
+            make_searches = partial(
+                LimitSearches, kept=KeptSearches(folder / "limits"), command=write_script(script, whole_script())
+            )
+            context = make_context(settings, engine, Lifecycle(), keys, journal, None, recorder, make_searches)
             for task in (Crowd(engine, state).run, context.telemetry.run, context.live.run, context.effects.run):
                 nursery.start_soon(task)
             await trio.sleep(WARM_SECONDS)
@@ -118,9 +129,26 @@ async def serve(state: str, port: int, clock: MockClock) -> None:
             await context.live.apply({**change, "reason": "an evening's guests"}, who="admin")
             nursery.start_soon(journal.run)
             nursery.start_soon(context.recorder.run)
+            nursery.start_soon(context.searches.run)
             await context.recorder.start(600, 1000, "admin")
             nursery.start_soon(partial(run_http, context, listener))
+            if state in LOOKED_AT:
+                nursery.start_soon(look_for_limits, context, script, LOOKED_AT[state])
             await trio.sleep_forever()
+
+
+async def look_for_limits(context: Context, script: Path, goes_on: bool) -> None:
+    """Searches for the limit that ended, and one that ends or goes on; of figures that are made up."""
+    asked = {"ttft_p95_seconds": 2.0, "itl_p95_seconds": 0.25, "think_time": 20.0, "price_per_hour": 2.0}
+    lines = whole_script(think_time=20.0, price_per_hour=2.0)
+    for note in ("before", "more seats", "now"):
+        is_last = note == "now"
+        write_script(script, [*lines[:13], {"wait": "nothing"}] if is_last and goes_on else lines)
+        context.searches.start(
+            Wish.model_validate({**asked, "note": note, "beside_users": True}), "http://here", "admin"
+        )
+        while context.searches.running is not None:
+            await trio.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +20,9 @@ import trio
 from app.config import Settings
 from app.journal.journal import open_journal
 from app.key_service import open_keys
+from app.limit_page.child import COMMAND
+from app.limit_page.kept import KeptSearches
+from app.limit_page.service import LimitSearches
 from app.listening import open_listening_socket
 from app.recording.recorder import open_recorder
 from app.server import serve_engine
@@ -29,6 +33,7 @@ async def serve(options: dict[str, Any]) -> None:
     """Serve on a free port of this machine; keys that are made are gone with the process unless a folder is named."""
     settings = Settings.model_validate(options.pop("settings", {}))
     config = fake_config(**options.pop("limits", {}))
+    command = options.pop("limit_command", COMMAND)
     with TemporaryDirectory() as temporary, open_listening_socket("127.0.0.1", options.pop("port", 0)) as listener:
         folder = Path(settings.server.state_dir or temporary)
         async with (
@@ -39,7 +44,8 @@ async def serve(options: dict[str, Any]) -> None:
             config = replace(config, first_generation=journal.audit.generation)
             async with open_fake_engine(config, **options) as engine:
                 print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-                await serve_engine(settings, engine, listener, keys, journal, None, recorder)
+                make_searches = partial(LimitSearches, kept=KeptSearches(folder / "limits"), command=command)
+                await serve_engine(settings, engine, listener, keys, journal, None, recorder, make_searches)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ EVENTS = {
     "late": "Late",
     "fault": "Fault",
     "integrity": "Integrity",
+    "limit": "Limit",
 }
 LATENCIES = {
     "ttft": "First token",

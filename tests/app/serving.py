@@ -13,6 +13,7 @@ import trio
 from app.config import Settings
 from app.http import Context, create_app
 from app.lifecycle import Lifecycle
+from app.limit_page.service import LimitSearches
 from app.listening import open_listening_socket
 from app.server import make_context, run_http
 from tests.fakes import fake_config, open_fake_engine
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from app.journal.journal import Journal
     from app.key_service import KeyService
     from app.recording.recorder import TrafficRecorder
+    from app.server import MakeSearches
     from app.tracing import Tracing
     from engine.engine import Engine
 
@@ -82,16 +84,20 @@ async def open_server(
     journal: Journal | None = None,
     tracing: Tracing | None = None,
     recorder: TrafficRecorder | None = None,
+    make_searches: MakeSearches = LimitSearches,
     host: str = "127.0.0.1",
     **fake: Any,
 ) -> AsyncIterator[Server]:
     """Serve on a free port of this machine. `limits` go to the engine's configuration, `fake` to the fake engine."""
     fake = {"step_seconds": 0.001, **fake}
     async with open_fake_engine(fake_config(**(limits or {})), **fake) as engine, trio.open_nursery() as nursery:
-        context = make_context(settings or make_settings(), engine, Lifecycle(), keys, journal, tracing, recorder)
+        context = make_context(
+            settings or make_settings(), engine, Lifecycle(), keys, journal, tracing, recorder, make_searches
+        )
         nursery.start_soon(context.live.run)
         nursery.start_soon(context.effects.run)
         nursery.start_soon(context.keys.run)
+        nursery.start_soon(context.searches.run)
         nursery.start_soon(context.recorder.run)
         with open_listening_socket(host, 0) as listener:
             await nursery.start(run_http, context, listener)

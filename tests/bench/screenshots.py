@@ -35,8 +35,8 @@ START_SECONDS = 180
 # Name to address; of a request the newest that ended, where there is one.
 PAGES = {
     "chat": "/", "talk": "/", "ops": "/ops", "requests": "/ops/requests", "request": "/ops/requests/{number}?tokens=1",
-    "history": "/ops/history?range=900", "admin": "/admin", "keys": "/admin/keys", "docs": "/docs", "login": "/login",
-    "missing": "/missing",
+    "history": "/ops/history?range=900", "limit": "/ops/limit", "admin": "/admin", "keys": "/admin/keys",
+    "docs": "/docs", "login": "/login", "missing": "/missing",
 }  # fmt: skip
 ANSWER = """Three things happen in every step:
 

@@ -1,0 +1,259 @@
+"""One search at a time, and only while nobody else is served: a figure measured beside users is not the server's.
+
+What a search asks for carries a key that the server lends it. Any other request that comes in meanwhile is a user's and
+ends the search, unless it was asked for beside users: then it is background work, and finds what they leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import trio
+
+from app.api.errors import ApiError
+from app.limit_page.archive import Archive
+from app.limit_page.child import COMMAND, ChildError, run_child
+from app.limit_page.search import Search
+from app.render import numbers
+from app.render.limit import end_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from app.journal.journal import Journal
+    from app.keys import Keyring
+    from app.limit_page.kept import KeptSearches
+    from app.limit_page.wish import Wish
+    from engine.engine import Engine
+    from engine.handle import GenerationRequest
+
+log = logging.getLogger("relevo.limit")
+
+# It aims at its duration; then it is given up.
+LATE_SHARE, LATE_SECONDS = 0.25, 60.0
+# What the search left inside is given up by it, and gone after a step.
+SETTLE_SECONDS: Final = 5.0
+FAILED: Final = 2
+
+
+class _Order(NamedTuple):
+    """What was asked for, the address of this server, and the file that is replayed."""
+
+    wish: Wish
+    url: str
+    trace: Path | None
+
+
+class LimitSearches:
+    """Looks for the limit of this server when it is asked to.
+
+    Args:
+        kept: where earlier ones lie; `None` keeps none.
+        command: what looks.
+
+    Attributes:
+        search: the one that runs or was last, since the start.
+        archive: those that ended.
+        changed: set when there is something new to be seen; replaced each time.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        keyring: Keyring,
+        journal: Journal,
+        kept: KeptSearches | None = None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self._engine, self._keyring, self._journal, self._command = engine, keyring, journal, command
+        self.search: Search | None = None
+        self.archive = Archive(kept)
+        self.changed = trio.Event()
+        self._send, self._orders = trio.open_memory_channel[_Order](1)
+        self._has_opened = False
+        self._stop = trio.Event()
+        self._end = ("", "")
+
+    @property
+    def running(self) -> Search | None:
+        """The one that runs."""
+        return self.search if self.search is not None and self.search.is_running else None
+
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+        return self._journal.wall()
+
+    def stats(self) -> dict[str, Any]:
+        """What the statistics tell of it."""
+        search = self.running
+        told = None if search is None else {"id": search.search_id, "who": search.who}
+        return {"limit_search": told}
+
+    def check(self, wish: Wish) -> None:
+        """Raise where a search cannot begin now.
+
+        Raises:
+            ApiError: 409, one runs, or users are served; 503, the server serves nobody.
+        """
+        if self.running is not None:
+            raise ApiError(409, "A search runs; stop it first, or wait for its end.", code="is_searching")
+        health = self._engine.health()
+        if not health.ready:
+            message = f"Nothing can be measured: the server is not ready ({health.reason})."
+            raise ApiError(503, message, code="not_ready")
+        running, waiting = self._engine.num_running, self._engine.num_waiting
+        if self._engine.num_open and not wish.beside_users:
+            raise ApiError(
+                409,
+                f"Users are being served: {numbers.plural(running, 'request')} running, {waiting} waiting. A figure "
+                "measured beside them is not the server's. Wait until they have gone, or look beside them, as "
+                "background work.",
+                param="beside_users",
+                code="users_are_served",
+            )
+
+    def start(self, wish: Wish, url: str, who: str, trace: Path | None = None) -> Search:
+        """Begin a search.
+
+        Args:
+            url: this server's own, for a process on this machine.
+            trace: the file of the recording that is to be replayed.
+
+        Raises:
+            ApiError: as `check`.
+        """
+        self.check(wish)
+        at = self._journal.wall()
+        search_id = f"{datetime.fromtimestamp(at, UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+        self.search = Search(search_id, wish.model_dump(), who, self._engine.model.name, at, planned=wish.duration)
+        self._stop, self._end = trio.Event(), ("", "")
+        self._send.send_nowait(_Order(wish, url, trace))
+        beside = ", beside users" if wish.beside_users else ""
+        self._journal.note("limit", f"A search for the limit begins, by {who}: {wish.workload}{beside}")
+        log.info("%s began the search for the limit %s", who, search_id)
+        self.tell()
+        return self.search
+
+    def stop(self, end: str, why: str) -> None:
+        """End the one that runs; nothing happens where none does, or its end was asked for already.
+
+        Args:
+            end: a key of `app.limit_page.search.ENDS`.
+        """
+        if self.running is not None and not self._stop.is_set():
+            self._end = (end, why)
+            self.running.is_stopping = True
+            self._stop.set()
+            self.tell()
+
+    def tell(self) -> None:
+        """Wake those who look on."""
+        self.changed.set()
+        self.changed = trio.Event()
+
+    async def run(self) -> None:
+        """Do what is asked for, for ever."""
+        if not self._has_opened:
+            self._has_opened = True
+            await self.archive.open()
+            self.tell()
+        while True:
+            order = await self._orders.receive()
+            assert self.search is not None
+            try:
+                await self._look(self.search, order)
+            finally:
+                if self.search.is_running:  # the server ends, or this has a fault
+                    self.search.finish("shutdown", "The server could not go on with it.", self._journal.wall())
+                self.tell()
+
+    async def read(self, search_id: str) -> dict[str, Any]:
+        """The object of one, which may be the one that runs; raises as `Archive.read`."""
+        if self.search is not None and self.search.search_id == search_id:
+            return self.search.as_json()
+        return await self.archive.read(search_id)
+
+    async def delete(self, search_id: str) -> None:
+        """Forget one that has ended.
+
+        Raises:
+            ApiError: 409, it runs; else as `Archive.delete`.
+        """
+        if self.running is not None and self.running.search_id == search_id:
+            raise ApiError(409, "That search runs; stop it first.", code="is_searching")
+        await self.archive.delete(search_id)
+        if self.search is not None and self.search.search_id == search_id:
+            self.search = None
+        self.tell()
+
+    async def _look(self, search: Search, order: _Order) -> None:
+        wish, generation = order.wish, self._engine.limits.generation
+        words = [*self._command, *wish.words(order.url, order.trace), "--progress-json", "-"]
+        with self._lent_key(search, wish) as secret:
+            files = {"--api-key=@": secret} | ({"--admin-token=@": secret} if wish.tune else {})
+            files |= {"--mix=": wish.mix} if wish.mix else {}
+            with trio.move_on_after(wish.duration * (1 + LATE_SHARE) + LATE_SECONDS) as in_time:
+                try:
+                    code, said = await run_child(words, files, partial(self._take, search), self._stop)
+                except ChildError as error:
+                    code, said = FAILED, str(error)
+            if in_time.cancelled_caught:
+                self._end, code, said = ("late", "It did not come to its end in time."), FAILED, ""
+            if not wish.beside_users:
+                with trio.move_on_after(SETTLE_SECONDS):
+                    await self._engine.wait_idle()
+        if not wish.tune and self._engine.limits.generation != generation:
+            search.remarks.append("The settings were changed while it ran: the runs are not all of the same server.")
+        if search.users and wish.beside_users:
+            came = numbers.plural(search.users, "request")
+            search.remarks.append(f"{came} of users came in while it ran: the figure is of what they left.")
+        search.finish(*self._outcome(search, code, said), self._journal.wall())
+        self._journal.note("limit", f"The search for the limit ended: {end_words(search.as_json())}")
+        log.info("the search for the limit %s ended: %s", search.search_id, search.end)
+        if search.curve or search.result is not None:
+            await self.archive.keep(search.as_json())
+
+    def _outcome(self, search: Search, code: int, said: str) -> tuple[str, str]:
+        """How it ended and why. A result that came all the same goes before what was asked of it."""
+        if search.result is not None:
+            return ("found", "") if search.limit is not None else ("none", str(search.result["why"]))
+        if self._end[0]:
+            return self._end
+        return "failed", said or f"The process that looks ended with {code}."
+
+    @contextmanager
+    def _lent_key(self, search: Search, wish: Wish) -> Iterator[str]:
+        """A key by which the search's requests are told from users', for as long as it runs."""
+        name = f"limit-search-{search.search_id[-4:]}"
+        secret = self._keyring.lend(name, is_background=wish.beside_users)
+        assert self._keyring.lent is not None
+        own = self._keyring.lent.identity
+
+        def added(request: GenerationRequest) -> None:
+            if request.key == own:
+                return
+            search.users += 1
+            if not wish.beside_users:
+                whose = f" of the key {request.key_name!r}" if request.key_name else ""
+                after = numbers.duration(max(0.0, self._journal.wall() - search.began))
+                self.stop("users", f"After {after} a request{whose} came in that is not the search's: users go first.")
+
+        self._engine.requests.watch(added)
+        try:
+            yield secret
+        finally:
+            self._engine.requests.watch(None)
+            self._keyring.take_back()
+
+    def _take(self, search: Search, line: bytes) -> None:
+        try:
+            search.take(line)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            log.warning("the search for the limit said what is not understood: %s", type(error).__name__)
+        self.tell()

@@ -1,0 +1,138 @@
+"""The parts of the page that move, drawn once for all who look on, and the stream that brings them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from app.limit_page.wish import DEFAULT_SECONDS, MAX_MIX, MAX_NOTE, MIX, RECORDING, TARGETS, WORKLOADS
+from app.render import limit, numbers
+from app.render.templates import make_environment
+from app.telemetry import encode_event
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+    from app.limit_page.service import LimitSearches
+    from app.telemetry import Telemetry
+    from engine.engine import Engine
+
+TICK_SECONDS: Final = 1.0
+# Whoever looks on is brought news no more often.
+LEAST_SECONDS: Final = 0.25
+TARGET_TITLES: Final = dict(zip(TARGETS, ("First token", "Between tokens", "Whole answer"), strict=True))
+NUMBERS: Final = (
+    ("duration", "Seconds to take", str(DEFAULT_SECONDS)),
+    ("repeats", "Seeds tried", "3"),
+    ("factor", "Divide lengths by", "what fits"),
+    ("think_time", "A user thinks, s", "unknown"),
+    ("price_per_hour", "Price an hour", "unknown"),
+)
+MIX_EXAMPLE: Final = '[[class]]\nname = "assistant"\nshare = 3\nworkload = "azure-conversation"\nttft_p95_seconds = 1.0'
+
+
+class LimitView:
+    """What the page shows.
+
+    Attributes:
+        recordings: names of the recordings that can be replayed, the newest first.
+    """
+
+    def __init__(self, searches: LimitSearches, engine: Engine, telemetry: Telemetry) -> None:
+        self._searches, self._engine, self._telemetry = searches, engine, telemetry
+        self.recordings: Sequence[str] = ()
+        environment = make_environment()
+        self._templates = {
+            name: environment.get_template(f"_limit_{name}.html")
+            for name in ("ask", "control", "progress", "outcome", "curve", "runs", "kept")
+        }
+        self._known: dict[str, tuple[Any, str]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a search runs."""
+        return self._searches.running is not None
+
+    def parts(self) -> dict[str, str]:
+        """All of them; one that has not changed is the same object as before."""
+        search, archive = self._searches.search, self._searches.archive
+        told = None if search is None else search.as_json()
+        which = () if told is None else (told["id"], told["end"])
+        num_runs = () if told is None else (len(told["curve"]), told["capacity"] is None, told["single_user"] is None)
+        tried = () if told is None else (told["trying"]["rate"],)
+        now = () if told is None else (told["what"], int(told["seconds"]), *told["trying"].values())
+        stopping = told is not None and told["stopping"]
+        return {
+            "state": self._telemetry.draw_part("state"),
+            "clock": numbers.clock(self._searches.wall()),
+            "control": self._part("control", (which, stopping), lambda: limit.control_variables(told)),
+            "progress": self._part("progress", (which, now), lambda: limit.progress_variables(told)),
+            "outcome": self._part("outcome", which, lambda: limit.outcome_variables(told)),
+            "curve": self._part("curve", (which, num_runs, tried), lambda: limit.curve_variables(told)),
+            "runs": self._part("runs", (which, num_runs), lambda: limit.run_variables(told)),
+            "kept": self._part(
+                "kept",
+                (archive.briefs, archive.problem),
+                lambda: limit.kept_variables(archive.briefs, archive.problem),
+            ),
+            "ask": self._part("ask", (self.is_busy, self.recordings, self._engine.limits.slo), self._ask_variables),
+        }
+
+    def draw_ask(self, form: Mapping[str, str], error: Mapping[str, Any]) -> str:
+        """The form with what somebody typed, and what is wrong with it."""
+        typed = {name: form.get(name, "") for name in self._typed()} | {"beside_users": "beside_users" in form}
+        return self._templates["ask"].render(self._ask_variables() | {"typed": typed, "error": error})
+
+    async def stream(self, busy: bool, closed: trio.Event) -> AsyncGenerator[bytes, None]:
+        """Server-sent events for one who looks on: the parts that have changed.
+
+        Args:
+            busy: how the form is drawn on the page: it is sent when that is no longer so, and then only, for somebody
+                may be typing in it.
+            closed: set when the server ends.
+        """
+        yield b"retry: 2000\n\n"
+        seen: dict[str, str] = {}
+        while not closed.is_set():
+            changed, parts = self._searches.changed, self.parts()
+            moved = [(name, html) for name, html in parts.items() if name != "ask" and seen.get(name) != html]
+            events = [encode_event(name, html) for name, html in moved]
+            if busy != self.is_busy:
+                busy = self.is_busy
+                events.append(f"id: {int(busy)}\n{encode_event('ask', parts['ask'])}")
+            if events:
+                yield "".join(events).encode()
+            seen = parts
+            await trio.sleep(LEAST_SECONDS)
+            with trio.move_on_after(TICK_SECONDS - LEAST_SECONDS):
+                await changed.wait()
+        yield encode_event("bye", "The server is shutting down.").encode()
+
+    def _part(self, name: str, key: Any, make: Callable[[], Mapping[str, Any]]) -> str:
+        known = self._known.get(name)
+        if known is None or known[0] != key:
+            known = self._known[name] = (key, self._templates[name].render(make()))
+        return known[1]
+
+    def _ask_variables(self) -> dict[str, Any]:
+        recorded = [(RECORDING + name, f"recorded here: {name}") for name in self.recordings]
+        return {
+            "busy": self.is_busy,
+            "workloads": [*recorded, *WORKLOADS.items(), (MIX, "a mix of classes of work, as below")],
+            "targets": list(TARGET_TITLES.items()),
+            "numbers": NUMBERS,
+            "typed": self._typed(),
+            "error": None,
+            "max_note": MAX_NOTE,
+            "max_mix": MAX_MIX,
+            "mix_example": MIX_EXAMPLE,
+        }
+
+    def _typed(self) -> dict[str, Any]:
+        """What stands in the form before anybody has typed: the targets of the server."""
+        slo = self._engine.limits.slo
+        targets = {name: "" if (value := getattr(slo, name)) is None else f"{value:g}" for name in TARGETS}
+        return {"workload": next(iter(WORKLOADS)), "mix": "", "note": "", "beside_users": False} | targets | {
+            name: "" for name, _, _ in NUMBERS
+        }  # fmt: skip

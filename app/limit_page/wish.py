@@ -1,0 +1,165 @@
+"""What an operator wants looked for, and the words of `relevo limit` that it amounts to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.api.errors import ApiError
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.config import SloTargets
+
+# `relevo limit --workload`; the other two are `mix` and a recording's name behind this word.
+WORKLOADS: Final = {
+    "azure-conversation": "conversations, as fitted to Azure's trace",
+    "azure-code": "completion of code, as fitted to Azure's trace",
+    "mooncake": "long prompts that begin alike, as fitted to Mooncake's trace",
+}
+MIX: Final = "mix"
+RECORDING: Final = "recording:"
+TARGETS: Final = ("ttft_p95_seconds", "itl_p95_seconds", "e2e_p95_seconds")
+NUMBERS: Final = (*TARGETS, "duration", "factor", "repeats", "think_time", "price_per_hour")
+SWITCHES: Final = ("beside_users", "tune")
+LEAST_SECONDS, MOST_SECONDS, DEFAULT_SECONDS = 30, 7200, 480
+MAX_NOTE, MAX_MIX = 200, 10_000
+
+Positive = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class Wish(BaseModel):
+    """Body of `POST /ops/limit`.
+
+    Attributes:
+        workload: a key of `WORKLOADS`, `mix`, or `recording:` and its name.
+        mix: the TOML of a mix of classes of work.
+        duration: seconds that it may take, aimed at.
+        factor: divides lengths; `None` takes what fits context and time.
+        beside_users: look also while others are served, as background work.
+        tune: try settings, too.
+        note: for those who read it later.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    workload: str = Field("azure-conversation", min_length=1, max_length=300)
+    mix: str | None = Field(None, max_length=MAX_MIX)
+    ttft_p95_seconds: Positive | None = None
+    itl_p95_seconds: Positive | None = None
+    e2e_p95_seconds: Positive | None = None
+    duration: float = Field(DEFAULT_SECONDS, ge=LEAST_SECONDS, le=MOST_SECONDS)
+    factor: Positive | None = None
+    repeats: int = Field(3, ge=1, le=10)
+    think_time: Positive | None = None
+    price_per_hour: Positive | None = None
+    beside_users: bool = False
+    tune: bool = False
+    note: str = Field("", max_length=MAX_NOTE)
+
+    @property
+    def recording(self) -> str | None:
+        """The name of the recording that is replayed."""
+        return self.workload.removeprefix(RECORDING) if self.workload.startswith(RECORDING) else None
+
+    def words(self, url: str, trace: Path | None) -> list[str]:
+        """The flags of `relevo limit`, but for `--mix`.
+
+        Args:
+            trace: the file that stands for `recording`.
+        """
+        given = {
+            "--url": url,
+            "--trace": trace,
+            "--workload": self.workload if self.workload in WORKLOADS else None,
+            "--duration": f"{self.duration:g}",
+            "--repeats": self.repeats,
+            "--factor": self.factor,
+            "--think-time": self.think_time,
+            "--price-per-hour": self.price_per_hour,
+        }
+        targets = {f"--{name.removesuffix('_p95_seconds')}-p95": getattr(self, name) or "none" for name in TARGETS}
+        flags = [text for flag, value in (given | targets).items() if value is not None for text in (flag, str(value))]
+        return [*flags, *(["--tune"] if self.tune else [])]
+
+
+def parse_wish(data: Mapping[str, Any], slo: SloTargets) -> Wish:
+    """Check the body of a `POST /ops/limit`; of targets that are not named those of the server hold.
+
+    Raises:
+        ApiError: 422, naming the field at fault.
+    """
+    present = {name: value for name, value in data.items() if value is not None or name in TARGETS}
+    try:
+        wish = Wish.model_validate(asdict(slo) | present)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            raise _wrong(param, f"is unknown; there are {', '.join(Wish.model_fields)}.") from None
+        message = first["msg"].replace("Input should ", "must ").replace("String should ", "must ")
+        raise _wrong(param, f"{message}.") from None
+    if wish.workload not in (*WORKLOADS, MIX) and wish.recording is None:
+        known = ", ".join((*WORKLOADS, MIX))
+        raise _wrong("workload", f"must be one of {known}, or {RECORDING} and the name of a recording.")
+    if not wish.note.isprintable():
+        raise _wrong("note", "has characters that cannot be shown.")
+    if (wish.workload == MIX) != bool(wish.mix and wish.mix.strip()):
+        raise _wrong("mix", f"is the TOML of classes of work, for the workload '{MIX}' and no other.")
+    if wish.mix is None and not any(getattr(wish, name) for name in TARGETS):
+        raise _wrong("ttft_p95_seconds", "is missing like all targets: without any there is no limit.")
+    return wish
+
+
+def parse_form(form: Mapping[str, str], slo: SloTargets) -> Wish:
+    """The same from the page's form, where an empty target is none and the mix counts where it is chosen.
+
+    Raises:
+        ApiError: 422, naming the field at fault.
+    """
+    data: dict[str, Any] = {name: form[name] for name in ("workload", "note") if name in form}
+    if form.get("workload") == MIX:
+        data["mix"] = form.get("mix", "")
+    data |= {name: _number(form.get(name, "")) for name in NUMBERS}
+    data |= {name: name in form for name in SWITCHES}
+    return parse_wish(data, slo)
+
+
+def check_mix(wish: Wish, slo: SloTargets) -> None:
+    """Refuse a mix that cannot be used; it touches the disk.
+
+    Raises:
+        ApiError: 422, saying what is wrong with it.
+    """
+    from app.limit.mix import read_mix
+    from app.limit.runs import given
+
+    with TemporaryDirectory(prefix="relevo-mix-") as folder:
+        path = Path(folder) / "mix.toml"
+        path.write_text(wish.mix or "", encoding="utf-8")
+        try:
+            classes = read_mix(path, slo)
+        except ConfigError as error:
+            said = str(error).replace(str(path), "it")
+            raise _wrong("mix", f"cannot be used: {said}") from None
+    if not any(given(one.targets) for one in classes):
+        raise _wrong("mix", "has no target, nor is there one beside it: without any there is no limit.")
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(422, f"'{param}' {message}", param=param, code="invalid_value")
+
+
+def _number(text: str) -> Any:
+    """A number of a form; what is none is left as it is, to be refused in the same words."""
+    text = text.strip()
+    try:
+        return (int(text) if text.isascii() and text.isdigit() else float(text)) if text else None
+    except ValueError:
+        return text

@@ -1,0 +1,473 @@
+"""`/ops/limit` over real sockets: a process that is stood in for tells of a search, beside users or without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import trio
+
+from app.limit_page import child, service
+from app.limit_page.kept import KeptSearches
+from app.limit_page.service import LimitSearches
+from tests.app.limit_lines import RUNS, progress_line, result_of, run_at, run_line, whole_script, wish, write_script
+from tests.app.serving import CHAT, chat_body, make_settings, open_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from tests.app.serving import Server
+
+HTML = {"Accept": "text/html"}
+HOSTILE = "<img src=x onerror=alert(1)>"
+ADMIN = {"Authorization": "Bearer letmein"}
+
+
+@asynccontextmanager
+async def serve(folder: Path, lines: Sequence[dict[str, Any]], **options: Any) -> AsyncIterator[Server]:
+    """A server whose searches do what the lines say, and are kept in a folder."""
+    command = write_script(folder / "script.jsonl", lines)
+    kept = options.pop("kept", KeptSearches(folder / "limits"))
+    async with open_server(make_searches=partial(LimitSearches, kept=kept, command=command), **options) as server:
+        yield server
+
+
+async def start(server: Server, **fields: Any) -> str:
+    answer = await server.client.post("/ops/limit", json=wish(**fields))
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+async def search(server: Server, **headers: str) -> dict[str, Any]:
+    answer = await server.client.get("/ops/limit.json", headers=headers)
+    told: dict[str, Any] = answer.json()["search"]
+    return told
+
+
+async def until(server: Server, condition: str, **headers: str) -> dict[str, Any]:
+    """Wait until that is so of the search, which is `it`."""
+    with trio.fail_after(15):
+        while not eval(condition, {"it": (told := await search(server, **headers))}):
+            await trio.sleep(0.01)
+    return told
+
+
+def plain(page: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page)).replace("\N{NO-BREAK SPACE}", " ")
+
+
+async def test_a_search_is_seen_growing_and_what_came_of_it_outlives_the_server(tmp_path: Path) -> None:
+    script = whole_script(think_time=20.0)
+    script.insert(7, {"wait": str(tmp_path / "go")})
+    async with serve(tmp_path, script) as server:
+        page = plain((await server.client.get("/ops/limit", headers=HTML)).text)
+        assert "No search has run since the server was started." in page
+        search_id = await start(server, think_time=20.0, note=HOSTILE)
+        told = await until(server, "len(it['curve']) == 2")
+        assert (told["end"], told["stopping"], told["trying"]["rate"]) == (None, False, 5.2)
+        finding = (await server.stats())["diagnosis"][0]
+        assert (finding["level"], finding["what"]) == ("warn", "A search for the limit runs")
+        raw = (await server.client.get("/ops/limit", headers=HTML)).text
+        page = plain(raw)
+        assert "A search runs" in page
+        assert "5.20 requests/s: 37 of 400 requests answered" in page
+        assert "about 7 min left" in page
+        assert raw.count('<svg class="spot ') == 2 * 3
+        assert "<img" not in raw
+        (tmp_path / "go").touch()
+        told = await until(server, "it['end']")
+        assert (told["end"], told["result"]["limit"]["requests_per_second"]) == ("found", 5.8)
+        assert told["curve"] == [line["say"] for line in script_runs()]
+        page = plain((await server.client.get("/ops/limit", headers=HTML)).text)
+        for words in (
+            "Operating limit 5.80 requests/s between 5.80 and 6.09",
+            "Bound by sequences beyond it first tokens come too late",
+            "Users at once 131",
+            "One user alone 200 ms to the first token",
+            "8.00 9.00 s 100 ms 10.0 s 400 0",
+            "unknown: sent 200 ms late",
+            "A p99 wants 1,000 finished requests",
+        ):
+            assert words in page, words
+        events = [event["text"] for event in (await server.stats())["events"] if event["kind"] == "limit"]
+        assert events[1] == "A search for the limit begins, by 127.0.0.1: azure-conversation"
+        assert events[0] == "The search for the limit ended: 5.80 requests/s (5.80 to 6.09), bound by sequences"
+    async with serve(tmp_path, script) as server:
+        with trio.fail_after(5):
+            while not (answer := (await server.client.get("/ops/limit.json")).json())["kept"]:
+                await trio.sleep(0.01)
+        assert answer["search"] is None
+        assert answer["kept"][0]["id"] == search_id
+        assert (await server.client.get(f"/ops/limit/{search_id}.json")).json() == told
+        raw = (await server.client.get(f"/ops/limit/{search_id}", headers=HTML)).text
+        assert "Operating limit 5.80 requests/s" in plain(raw)
+        assert "“&lt;img src=x onerror=alert(1)&gt;”" in raw
+        assert "<img" not in raw
+        assert (await server.client.delete(f"/ops/limit/{search_id}")).json()["deleted"]
+        assert (await server.client.get(f"/ops/limit/{search_id}.json")).status_code == 404
+        assert (await server.client.get("/ops/limit.json")).json()["kept"] == []
+
+
+def script_runs() -> list[dict[str, Any]]:
+    """The lines of the runs at rates, as the search keeps them."""
+    lines = [run_line(run) for run in RUNS]
+    for line in lines:
+        del line["say"]["event"], line["say"]["kind"]
+    return lines
+
+
+async def test_two_searches_are_compared(tmp_path: Path) -> None:
+    async with serve(tmp_path, whole_script()) as server:
+        first = await start(server)
+        await until(server, "it['end']")
+        write_script(tmp_path / "script.jsonl", whole_script([run_at(3.0, 0.5), run_at(4.1, 4.0)]))
+        second = await start(server)
+        await until(server, "it['end']")
+        answer = await server.client.get("/ops/limit/compare", params={"id": [second, first]}, headers=HTML)
+        page = plain(answer.text)
+        assert ("Then" if first < second else "Now") + ": 5.80 requests/s" in page
+        assert 'class="spot older"' in answer.text
+        assert "Forget this search" not in page
+        one = await server.client.get("/ops/limit/compare", params={"id": [first]})
+        assert (one.status_code, one.json()["error"]["param"]) == (400, "id")
+        for wrong in ("nothing", "20261130T090000Z-ffffffff", "..%2f..%2fetc%2fpasswd"):
+            assert (await server.client.get(f"/ops/limit/{wrong}.json")).status_code == 404
+
+
+async def test_while_users_are_served_it_is_refused_with_their_number(tmp_path: Path) -> None:
+    async with serve(tmp_path, whole_script(), limits={"max_num_seqs": 1}) as server, trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(partial(server.client.post, CHAT, json=chat_body(max_tokens=400, ignore_eos=True)))
+        with trio.fail_after(5):
+            while server.engine.num_running + server.engine.num_waiting < 2:
+                await trio.sleep(0.001)
+        answer = await server.client.post("/ops/limit", json=wish())
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (409, "users_are_served", "beside_users")
+        assert "1 request running, 1 waiting" in error["message"]
+        form = {"workload": "azure-code", "ttft_p95_seconds": "1.5", "note": HOSTILE}
+        page = await server.client.post("/ops/limit", data=form, headers=HTML)
+        assert page.status_code == 409
+        assert "1 request running, 1 waiting" in page.text
+        assert '<option value="azure-code" selected>' in page.text
+        assert 'value="1.5"' in page.text
+        assert "<img" not in page.text
+        assert server.context.searches.search is None
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_user_who_comes_ends_it_and_what_was_measured_is_kept(tmp_path: Path) -> None:
+    script = [*whole_script()[:5], {"wait": str(tmp_path / "never")}]
+    keyed = make_settings(security={"api_keys": ["alice=key", "bob=key2"], "admin_token": "letmein"})
+    async with serve(tmp_path, script, settings=keyed) as server:
+        assert (await server.client.post("/ops/limit", json=wish(), headers=ADMIN)).status_code == 202
+        await until(server, "it['curve']", **ADMIN)
+        lent = server.context.keys.keyring.lent
+        assert lent is not None
+        answer = await server.client.post(CHAT, json=chat_body(max_tokens=3), headers={"Authorization": "Bearer key"})
+        assert answer.status_code == 200
+        told = await until(server, "it['end']", **ADMIN)
+        assert (told["end"], told["requests_of_users"], len(told["curve"])) == ("users", 1, 1)
+        assert "a request of the key 'alice' came in" in told["why"]
+        assert server.context.keys.keyring.lent is None
+        kept = (await server.client.get("/ops/limit.json", headers=ADMIN)).json()["kept"]
+        assert [(one["end"], one["runs"]) for one in kept] == [("users", 1)]
+        page = plain((await server.client.get("/ops/limit", headers=HTML | ADMIN)).text)
+        assert "It ended: users came." in page
+        assert "What it had measured by then is below" in page
+
+
+async def test_beside_users_it_is_background_work_and_says_so(tmp_path: Path) -> None:
+    script = [{"chat": 5}, {"wait": str(tmp_path / "go")}, *whole_script()]
+    async with serve(tmp_path, script) as server:
+        await start(server, beside_users=True)
+        await until(server, "it['what'] == 'chat 200'")
+        ended = (await server.client.get("/ops/requests.json")).json()["finished"]
+        assert [(one["class"], one["key"][:13]) for one in ended] == [("background", "limit-search-")]
+        assert (await server.client.post(CHAT, json=chat_body(max_tokens=3))).status_code == 200
+        (tmp_path / "go").touch()
+        told = await until(server, "it['end']")
+        assert (told["end"], told["requests_of_users"]) == ("found", 1)
+        assert told["remarks"] == ["1 request of users came in while it ran: the figure is of what they left."]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_its_own_requests_do_not_end_it_and_its_key_opens_what_it_needs_alone(
+    tmp_path: Path, closed: bool
+) -> None:
+    asks = [{"get": path} for path in ("/metrics", "/admin/config", "/v1/models", "/ops/stats.json", "/admin/keys")]
+    script = [{"chat": 5}, *asks, {"wait": str(tmp_path / "go")}, {"exit": 1, "error": "relevo: no luck"}]
+    security = {"api_keys": ["alice=key"], "admin_token": "letmein"} if closed else {}
+    seen: list[str] = []
+    async with serve(tmp_path, script, settings=make_settings(security=security)) as server:
+        searches = server.context.searches
+        searches.start(searches_wish(), server.url, "me")
+        with trio.fail_after(15):
+            while not seen or not seen[-1].startswith("/admin/keys"):
+                await searches.changed.wait()
+                assert searches.search is not None
+                seen.append(searches.search.what)
+        lent = server.context.keys.keyring.lent
+        assert lent is not None
+        refused = 401 if closed else 200  # an open server asks nobody on this machine for a key
+        assert {*seen} >= {"chat 200", "/metrics 200", "/admin/config 200", "/v1/models 200"}
+        assert f"/admin/keys {refused}" in seen
+        assert f"/ops/stats.json {refused}" in seen
+        listed = (await server.client.get("/admin/keys", headers=ADMIN)).json()
+        assert [key["name"] for key in listed["keys"]] == (["alice"] if closed else [])
+        assert listed["key_needed"] is closed
+        (tmp_path / "go").touch()
+        with trio.fail_after(15):
+            while searches.running is not None:
+                await searches.changed.wait()
+        assert searches.search is not None
+        assert (searches.search.end, searches.search.why, searches.search.users) == ("failed", "no luck", 0)
+
+
+def searches_wish() -> Any:
+    from app.limit_page.wish import Wish
+
+    return Wish.model_validate({**wish(), "duration": 480.0})
+
+
+async def test_secrets_and_the_mix_come_through_pipes_and_settings_stay_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RELEVO_SECURITY_ADMIN_TOKEN", "letmein")
+    mix = '[[class]]\nname = "ä"\nshare = 1\nprompt_tokens = 5\noutput_tokens = 5\n'
+    script = [{"words": True}, {"wait": str(tmp_path / "go")}, {"file": "--mix="}, {"wait": str(tmp_path / "never")}]
+    async with serve(tmp_path, script) as server:
+        await start(server, workload="mix", mix=mix, factor=2.5, itl_p95_seconds=None)
+        words, variables = json.loads((await until(server, "it['what'].startswith('[[')"))["what"])
+        assert variables == []
+        assert words[:2] == ["--url", server.url]
+        flags = dict(pairwise(words))
+        assert (flags["--ttft-p95"], flags["--itl-p95"], flags["--e2e-p95"]) == ("2.0", "none", "none")
+        assert (flags["--duration"], flags["--factor"], flags["--progress-json"]) == ("480", "2.5", "-")
+        assert "--workload" not in words
+        assert [re.sub(r"\d+", "N", word) for word in words[-2:]] == ["--api-key=@/dev/fd/N", "--mix=/dev/fd/N"]
+        (tmp_path / "go").touch()
+        assert (await until(server, "it['what'].startswith('[[class]]')"))["what"] == mix
+
+
+async def test_it_can_be_stopped_and_nothing_is_left(tmp_path: Path) -> None:
+    script = [{"pid": str(tmp_path / "pid")}, *whole_script()[:5], {"wait": str(tmp_path / "never")}]
+    async with serve(tmp_path, script) as server:
+        await start(server)
+        await until(server, "it['curve']")
+        again = await server.client.post("/ops/limit", json=wish())
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "is_searching")
+        assert (await server.client.post("/ops/limit/stop")).status_code == 200
+        told = await until(server, "it['end']")
+        assert (told["end"], told["why"]) == ("stopped", "By 127.0.0.1.")
+        gone(tmp_path)
+        assert (await server.client.post("/ops/limit/stop")).status_code == 409
+        assert (await server.client.post("/ops/limit/stop", headers=HTML)).status_code == 303
+
+
+def gone(folder: Path) -> None:
+    """The process that wrote its number there is no more."""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "pid").read_text()), 0)
+
+
+async def test_a_process_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE_SECONDS", 0.2)
+    script = [{"deaf": True}, {"pid": str(tmp_path / "pid")}, progress_line(4.0, 1), {"wait": str(tmp_path / "never")}]
+    async with serve(tmp_path, script) as server:
+        await start(server)
+        await until(server, "it['what'] == 'it goes on'")
+        await server.client.post("/ops/limit/stop")
+        assert (await until(server, "it['end']"))["end"] == "stopped"
+        gone(tmp_path)
+
+
+async def test_one_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "LATE_SHARE", -1)
+    monkeypatch.setattr(service, "LATE_SECONDS", 1.0)
+    script = [{"pid": str(tmp_path / "pid")}, {"wait": str(tmp_path / "never")}]
+    async with serve(tmp_path, script) as server:
+        await start(server)
+        assert (await until(server, "it['end']"))["end"] == "late"
+        gone(tmp_path)
+
+
+async def test_it_ends_with_the_server(tmp_path: Path) -> None:
+    script = [{"pid": str(tmp_path / "pid")}, progress_line(4.0, 1), {"wait": str(tmp_path / "never")}]
+    async with serve(tmp_path, script) as server:
+        await start(server)
+        await until(server, "it['what'] == 'it goes on'")
+        searches = server.context.searches
+    gone(tmp_path)
+    assert searches.search is not None
+    assert searches.search.end == "shutdown"
+
+
+@pytest.mark.parametrize(
+    ("lines", "end", "why"),
+    [
+        ([{"exit": 1, "error": f"relevo: {HOSTILE} says no"}], "failed", f"{HOSTILE} says no"),
+        ([{"exit": 2, "error": ""}], "failed", "The process that looks ended with 2."),
+        ([{"raw": "what?"}, {"raw": "[1]"}, {"raw": '{"event": "run"}'}, {"exit": 1, "error": "x"}], "failed", "x"),
+        ([{"say": {"event": "news", "of": "later versions"}}, *whole_script()], "found", ""),
+        (
+            [{"say": {"event": "result", "result": result_of([run_at(4.0, 9.0)])}}],
+            "none",
+            "The targets hold at no rate that was tried, down to 4 requests/s (ttft).",
+        ),
+    ],
+)
+async def test_what_a_process_says_at_its_end_is_told(
+    tmp_path: Path, lines: list[dict[str, Any]], end: str, why: str
+) -> None:
+    async with serve(tmp_path, lines) as server:
+        await start(server)
+        told = await until(server, "it['end']")
+        assert (told["end"], told["why"]) == (end, why)
+        page = (await server.client.get("/ops/limit", headers=HTML)).text
+        assert "<img" not in page
+        assert (await server.client.get("/ops/history", headers=HTML)).text.count("<img") == 0
+
+
+async def test_a_line_without_end_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "MAX_LINE_BYTES", 1000)
+    async with serve(tmp_path, [{"raw": "x" * 5000}, {"wait": str(tmp_path / "never")}]) as server:
+        await start(server)
+        told = await until(server, "it['end']")
+        assert (told["end"], "has told a line" in told["why"]) == ("failed", True)
+
+
+async def test_a_program_that_cannot_be_started_is_told(tmp_path: Path) -> None:
+    make = partial(LimitSearches, command=(str(tmp_path / "nothing"),))
+    async with open_server(make_searches=make) as server:
+        await start(server)
+        told = await until(server, "it['end']")
+        assert (told["end"], "cannot be started" in told["why"]) == ("failed", True)
+
+
+async def test_a_change_of_the_settings_while_it_runs_is_remarked(tmp_path: Path) -> None:
+    script = [progress_line(4.0, 1), {"wait": str(tmp_path / "go")}, *whole_script()]
+    async with serve(tmp_path, script) as server:
+        await start(server)
+        await until(server, "it['what'] == 'it goes on'")
+        assert (await server.client.patch("/admin/config", json={"max_num_seqs": 3})).status_code == 200
+        (tmp_path / "go").touch()
+        assert "settings were changed" in (await until(server, "it['end']"))["remarks"][0]
+
+
+async def test_a_disk_that_takes_nothing_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "limits").write_text("no folder")
+    async with serve(tmp_path, whole_script()) as server:
+        await start(server)
+        await until(server, "it['end']")
+        with trio.fail_after(5):
+            while not (problem := (await server.client.get("/ops/limit.json")).json()["problem"]):
+                await trio.sleep(0.01)
+        assert "not kept" in problem
+        assert "not kept" in (await server.client.get("/ops/limit", headers=HTML)).text
+
+
+def test_the_oldest_are_let_go_and_damaged_ones_are_left_out(tmp_path: Path) -> None:
+    kept = KeptSearches(tmp_path / "limits")
+    assert kept.briefs() == []
+    told = {
+        "result": None, "asked": {"workload": "mix", "note": "", "beside_users": False}, "began": "then",
+        "end": "stopped", "model": "m", "curve": [],
+    }  # fmt: skip
+    for number in range(103):
+        kept.keep({"id": f"20261130T{number:06}Z-00000000", **told})
+    names = [brief["id"] for brief in kept.briefs()]
+    assert (len(names), names[0], names[-1]) == (100, "20261130T000102Z-00000000", "20261130T000003Z-00000000")
+    for text in ("{", "[]", '{"id": "20261130T000102Z-00000000"}', "[" * 100_000):
+        (tmp_path / "limits" / f"{names[0]}.json").write_text(text)
+        assert len(kept.briefs()) == 99
+    assert sorted(path.suffix for path in (tmp_path / "limits").iterdir()) == [".json"] * 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"workload": "azure-cod"}, "workload"), ({"workload": "recording:nothing"}, "workload"),
+        ({"workload": 3}, "workload"), ({"ttft_p95_seconds": 0}, "ttft_p95_seconds"),
+        ({"itl_p95_seconds": "soon"}, "itl_p95_seconds"), ({"e2e_p95_seconds": True}, "e2e_p95_seconds"),
+        ({"ttft_p95_seconds": None, "itl_p95_seconds": None}, "ttft_p95_seconds"), ({"duration": 5}, "duration"),
+        ({"duration": 1e9}, "duration"), ({"repeats": 2.5}, "repeats"), ({"factor": -1}, "factor"),
+        ({"note": "x" * 201}, "note"), ({"note": "two\nlines"}, "note"), ({"seats": 3}, "seats"),
+        ({"mix": "[[class]]"}, "mix"), ({"workload": "mix"}, "mix"), ({"workload": "mix", "mix": "class = "}, "mix"),
+        ({"workload": "mix", "mix": '[[class]]\nname = "a"\nshare = 0'}, "mix"),
+        ({"beside_users": "yes"}, "beside_users"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_looked_for_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
+    async with serve(tmp_path, []) as server:
+        answer = await server.client.post("/ops/limit", json=wish(**fields))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (422, param)
+        assert "relevo-mix" not in answer.text
+        assert server.context.searches.search is None
+
+
+async def test_a_form_says_what_is_wrong_beside_the_field(tmp_path: Path) -> None:
+    async with serve(tmp_path, whole_script()) as server:
+        form = {"workload": "mix", "mix": "<b>", "ttft_p95_seconds": "2", "duration": "480", "beside_users": "on"}
+        page = await server.client.post("/ops/limit", data=form)
+        assert page.status_code == 422
+        assert 'name="mix" rows="8" maxlength="10000" spellcheck="false"' in page.text
+        assert "&lt;b&gt;</textarea>" in page.text
+        assert re.search(r'id="mix-error" role="alert">&#39;mix&#39; cannot be used', page.text)
+        assert 'name="beside_users" checked' in page.text
+        done = await server.client.post(
+            "/ops/limit", data={"workload": "azure-code", "ttft_p95_seconds": "2", "mix": "x"}
+        )
+        assert (done.status_code, done.headers["location"]) == (303, "/ops/limit")
+        told = await until(server, "it['end']")
+        asked = told["asked"]
+        assert (asked["workload"], asked["ttft_p95_seconds"], asked["itl_p95_seconds"]) == ("azure-code", 2, None)
+        assert (asked["duration"], asked["beside_users"], asked["mix"]) == (480, False, None)
+
+
+async def test_only_who_may_tune_may_search(tmp_path: Path) -> None:
+    security = {"admin_token": "letmein", "api_keys": ["me=key"]}
+    async with serve(tmp_path, [], settings=make_settings(security=security)) as server:
+        for method, path in (("GET", "/ops/limit.json"), ("POST", "/ops/limit"), ("POST", "/ops/limit/stop")):
+            for headers in ({}, {"Authorization": "Bearer key"}):
+                answer = await server.client.request(method, path, headers=headers, json=wish())
+                assert answer.status_code == 401, path
+        foreign = {**ADMIN, "Origin": "https://evil.example"}
+        for path in ("/ops/limit", "/ops/limit/stop", "/ops/limit/20261130T090000Z-00000000/delete"):
+            assert (await server.client.post(path, headers=foreign, json=wish())).status_code == 403
+        assert server.context.searches.search is None
+
+
+async def test_a_server_that_drains_is_not_measured(tmp_path: Path) -> None:
+    async with serve(tmp_path, []) as server:
+        await server.client.patch("/admin/config", json={"draining": True})
+        answer = await server.client.post("/ops/limit", json=wish())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+
+
+async def test_the_stream_brings_what_has_changed_and_says_good_bye(tmp_path: Path) -> None:
+    script = [{"wait": str(tmp_path / "go")}, *whole_script()]
+    async with serve(tmp_path, script) as server, httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+        seen: list[str] = []
+        with trio.fail_after(15):
+            async with client.stream("GET", "/ops/limit/events?busy=0") as stream:
+                async for line in stream.aiter_lines():
+                    if line.startswith("event: "):
+                        seen.append(line.removeprefix("event: "))
+                    if seen[-1:] == ["clock"] and server.context.searches.search is None:
+                        assert "ask" not in seen  # somebody may be typing in it
+                        await start(server)
+                        (tmp_path / "go").touch()
+                    if seen.count("ask") == 2 and not server.context.lifecycle.stopped.is_set():
+                        server.context.lifecycle.stopped.set()
+        assert seen[-1] == "bye"
+        assert seen.count("ask") == 2  # when it began and when it ended
+        assert seen.count("curve") >= 2

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine.processors import available_cores
+from engine.processors import available_cores, processor_name
 
 if TYPE_CHECKING:
     from engine.precision import Model
@@ -63,13 +61,3 @@ def machine_facts(num_threads: int = 0) -> dict[str, str]:
         "threads": f"{num_threads or available_cores()} threads",
         "torch": f"torch {torch.__version__}",
     }
-
-
-def processor_name() -> str:
-    """The processor's own name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -1,8 +1,9 @@
-"""How many processors there are to take."""
+"""The processor, and how many of its cores there are to take."""
 
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,3 +63,13 @@ def _groups(cgroups: Path, membership: Path) -> Iterator[tuple[Path, int]]:
         for root in roots:
             for depth in range(len(parts) + 1):
                 yield root.joinpath(*parts[:depth]), version
+
+
+def processor_name() -> str:
+    """The processor's own name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -45,6 +45,9 @@ ASKED = (
     "think_time",
 )  # fmt: skip
 
+# What is not for an earlier result, which is only shown again.
+MEASURING = ("url", "simulate", "json", "progress_json", "workload", "trace", "conversations", "mix")
+
 
 def register(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
@@ -74,7 +77,9 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="FILE",
         help="a JSON object a line while it runs; - is stdout, and no table",
     )
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures there")
     command.add_argument("--against", type=Path, metavar="FILE", help="compare with what --json wrote earlier")
+    command.add_argument("--from", type=Path, metavar="FILE", help="measure nothing; show what --json wrote earlier")
     command.add_argument(
         "--policies", type=_policies, metavar="A,B", help=f"compare the limit under these: {', '.join(POLICIES)}"
     )
@@ -106,7 +111,9 @@ def _add_workload(command: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look for the limit, print the figures, and write the file where asked."""
+    """Look for the limit, print the figures, and write the files where asked."""
+    if getattr(options, "from") is not None:
+        return _tell_again(options)
     files = [name for name in ("workload", "trace", "conversations", "mix") if getattr(options, name) is not None]
     if len(files) > 1:
         raise ConfigError(f"Give only one of {', '.join(f'--{name}' for name in files)}.")
@@ -128,7 +135,18 @@ def run(options: argparse.Namespace) -> int:
     with open_lines(options.progress_json) as lines:
         find_ = partial(_find_under_policies if options.policies else _find, options, settings, asked, lines)
         echo = _say_nothing if str(options.progress_json) == "-" else print
-        return run_limit(find_, asked, json_path=options.json, against=options.against, lines=lines, echo=echo)
+        files = {"json_path": options.json, "html_path": options.html, "against": options.against}
+        return run_limit(find_, asked, **files, lines=lines, echo=echo)
+
+
+def _tell_again(options: argparse.Namespace) -> int:
+    """Show an earlier result."""
+    from app.limit.telling import tell_again
+
+    for name in MEASURING:
+        if getattr(options, name):
+            raise ConfigError(f"--from measures nothing; leave --{name.replace('_', '-')} out.")
+    return tell_again(getattr(options, "from"), against=options.against, html_path=options.html)
 
 
 def _say_nothing(_line: str) -> None:

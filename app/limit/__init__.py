@@ -19,10 +19,13 @@ simulated   the same in virtual time, without a model
 search      the rates that are tried, from runs alone
 statistics  the limit and its interval from runs at several rates
 summary     from runs to figures
+surroundings  what they were measured on: settings, and the machine that sends
 remarks     what must be known beside the figures
 watch       what is told while it goes on, for programs
 policies    the limit under several policies
 words       the figures on a terminal
 against     two results side by side
+report      a result as a page that needs nothing else; report_charts its pictures, report_tune what tuning tried
+telling     lines and files of a result
 command     all of it in order
 """

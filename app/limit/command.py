@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from contextlib import contextmanager
@@ -13,14 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 from app.cli.progress import Progress
 from app.compare.load import FACTORS
 from app.compare.options import check_writable
-from app.limit.against import against_lines, read_result
+from app.limit.against import read_result
 from app.limit.asking import one_line
 from app.limit.endpoint import EndpointError
 from app.limit.over_http import HttpMeasure
 from app.limit.search import FIRST_SHARE, search
 from app.limit.summary import Outcome, summarize
+from app.limit.surroundings import machine_words, settings_of
+from app.limit.telling import tell
 from app.limit.watch import Watch
-from app.limit.words import lines_of, per_second
+from app.limit.words import per_second
 from app.render import numbers
 from engine.errors import ConfigError
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     Reporter = Callable[[int, int, str], object]
 
-EXIT_FAILED: Final = 1
 DEFAULT_STREAMS: Final = 32
 SINGLE_REQUESTS: Final = 10
 MAX_CLOSED_REQUESTS: Final = 2000
@@ -149,6 +149,8 @@ class Looking:
             runs=runs,
             seconds=time.monotonic() - self._began,
             remarks=self._remarks(),
+            settings=settings_of(self._endpoint),
+            machine=machine_words(),
         )
 
     def _run(self, measure: HttpMeasure, rate: float, seed: int) -> Run:
@@ -252,11 +254,12 @@ def run_limit(
     options: Options,
     *,
     json_path: Path | None = None,
+    html_path: Path | None = None,
     against: Path | None = None,
     lines: Lines | None = None,
     echo: Callable[[str], object] = print,
 ) -> int:
-    """Look for the limit, show the figures, and write the file where asked; gives the exit code.
+    """Look for the limit, show the figures, and write the files where asked; gives the exit code.
 
     Args:
         find: measures; takes what is told about its progress.
@@ -270,17 +273,14 @@ def run_limit(
         RelevoError: what was asked for cannot be done.
     """
     check_writable(json_path)
+    check_writable(html_path)
     older = read_result(against) if against is not None else None
     with ended_like_a_key(), Progress("Measuring", unit="s") as progress:
         outcome = find(lines or progress)
     result = summarize(outcome, options)
     if lines is not None:
         lines.found(result)
-    for line in ["", *lines_of(result), *(against_lines(result, older) if older is not None else [])]:
-        echo(line)
-    if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0 if result["limit"] is not None else EXIT_FAILED
+    return tell(result, older, json_path=json_path, html_path=html_path, echo=echo)
 
 
 @contextmanager

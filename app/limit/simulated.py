@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from engine.workload import WorkItem
 
 DEFAULT_REQUESTS: Final = 1000
+# Of the machine that a reader of the result wants to know.
+SETTINGS: Final = ("policy", "admission", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
 # So seldom that nobody ever meets another.
 ALONE_REQUESTS, ALONE_RATE = 100, 1e-7
 
@@ -200,4 +202,5 @@ def outcome_of(
     """Everything that was measured."""
     machine = measure.machine
     described = {"model": f"Simulated: {machine.model} in {machine.dtype}", **machine.described}
-    return Outcome(described, measure.source, single, capacity, runs, seconds)
+    settings = {name: getattr(measure.config, name) for name in SETTINGS}
+    return Outcome(described, measure.source, single, capacity, runs, seconds, settings=settings)

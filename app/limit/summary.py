@@ -31,6 +31,8 @@ class Outcome:
 
     Attributes:
         server: facts about what was asked, for the reader.
+        settings: of the server; `None` where it does not tell.
+        machine: that sent the requests, in words; `None` where none were sent.
         source: the requests, with the factor that was taken.
         single: one user alone, `None` where that was not measured.
         capacity: requests a second in a closed loop.
@@ -48,6 +50,8 @@ class Outcome:
     runs: Sequence[Run]
     seconds: float
     remarks: Sequence[str] = ()
+    settings: Mapping[str, Any] | None = None
+    machine: str | None = None
     tune: Mapping[str, Any] | None = None
     policies: Mapping[str, Outcome] = field(default_factory=dict)
     policy: str = ""
@@ -62,6 +66,8 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
     classes = outcome.source.classes
     result: dict[str, Any] = {
         "server": dict(outcome.server),
+        "settings": outcome.settings and dict(outcome.settings),
+        "machine": outcome.machine,
         "targets": {**asdict(options.targets), "max_error_share": options.max_error_share},
         "classes": [{"name": one.name, "share": one.share, **asdict(one.targets)} for one in classes],
         "workload": _workload(outcome.source, options),
@@ -122,18 +128,19 @@ def figures(run: Run) -> dict[str, Any]:
 
 
 def _latencies(seen: Sequence[Seen]) -> dict[str, float | None]:
-    """Percentiles of those that did not fail; of gaps where they are known one by one."""
+    """Percentiles of those that did not fail, and of how many; of gaps where they are known one by one."""
     fine = [one for one in seen if not one.error]
     samples = {
         "ttft": [one.ttft for one in fine if one.ttft is not None],
         "itl": [gap for one in fine for gap in one.gaps],
         "e2e": [one.e2e for one in fine if one.e2e is not None],
     }
-    return {
+    found: dict[str, float | None] = {
         f"{name}_p{percent}_seconds": percentile(values, percent) if values else None
         for name, values in samples.items()
         for percent in WANTED_SAMPLES
     }
+    return found | {f"{name}_samples": len(values) for name, values in samples.items()}
 
 
 def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def _what_came(result: Mapping[str, Any]) -> list[str]:
         *([""] if result["curve"] else []),
         *limit_lines(result),
         *_single_line(result),
-        *_generator_line(result),
+        *generator_line(result),
         *result["remarks"],
     ]
 
@@ -179,7 +179,7 @@ def _single_line(result: Mapping[str, Any]) -> list[str]:
     return [f"One user alone: {', '.join(cells)}, of {numbers.plural(single['requests'], 'request')}."]
 
 
-def _generator_line(result: Mapping[str, Any]) -> list[str]:
+def generator_line(result: Mapping[str, Any]) -> list[str]:
     """How late the process that sends was itself, and what it took of the machine."""
     curve = [run for run in result["curve"] if run["generator_cpu_share"] is not None]
     if not curve:
@@ -195,6 +195,12 @@ def _generator_line(result: Mapping[str, Any]) -> list[str]:
 
 def policy_lines(result: Mapping[str, Any]) -> list[str]:
     """A line for each policy."""
+    said = f"The same requests and targets under each policy; ratio: how much more {result['policy']} serves."
+    return [said, *aligned(policy_rows(result))]
+
+
+def policy_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """A row of cells for each policy, under a header."""
     main, results = result["policy"], result["policies"]
     rows = [["policy", "requests/s", "between", "users", "there at once", "goodput", "tokens/s", "ratio", "bound by"]]
     for name, one in results.items():
@@ -216,4 +222,4 @@ def policy_lines(result: Mapping[str, Any]) -> list[str]:
                 limit["bound_by"],
             ]
         )
-    return [f"The same requests and targets under each policy; ratio: how much more {main} serves.", *aligned(rows)]
+    return rows

@@ -55,6 +55,7 @@ class Curve:
     Attributes:
         points: of the runs, in any order.
         older: those of other runs to compare with, drawn pale.
+        beside: other values of the same runs, each drawn as a thin line alone.
         word: prints a value.
         target: what was promised, drawn dashed.
         trying: the rate that is tried now.
@@ -69,6 +70,7 @@ class Curve:
     limit: Limit | None = None
     older: Sequence[Point] = ()
     older_limit: Limit | None = None
+    beside: Sequence[Sequence[Point]] = ()
 
 
 def draw_curve(curve: Curve) -> Markup:
@@ -91,6 +93,8 @@ def draw_curve(curve: Curve) -> Markup:
         body.append(_line("target", "0%", y(curve.target), "100%", y(curve.target)))
     if curve.trying is not None:
         body.append(_line("trying", x(curve.trying), TOP, x(curve.trying), HEIGHT - BOTTOM))
+    for points in curve.beside:
+        body += _links("thin", [point for point in points if point.value <= top], x, y)
     for css, points in (("older", curve.older), ("", curve.points)):
         body += _links(css, points, x, y)
         body += [_mark(css, point, x(point.rate), y(point.value), is_over=point.value > top) for point in points]

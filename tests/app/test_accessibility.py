@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.app.test_compare_command import SIMULATE
+from tests.app.test_limit_command import SIMULATE as LIMIT
 from tests.fixtures_browser import IN_A_BROWSER, ROOT, ask, server, until
 
 if TYPE_CHECKING:
@@ -62,6 +63,15 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written
 
 
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page that `relevo limit` writes."""
+    written = tmp_path_factory.mktemp("limit") / "page.html"
+    argv = [*LIMIT, "--requests", "40", "--factor", "20", "--repeats", "1", "--html", str(written)]
+    subprocess.run([sys.executable, "-m", "app.cli", *argv], cwd=ROOT, check=True, capture_output=True)
+    return written
+
+
 @pytest.fixture(scope="module", params=SCHEMES)
 def view(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
     context = browser.new_context(color_scheme=request.param, reduced_motion="reduce")
@@ -80,6 +90,15 @@ def test_axe_finds_no_serious_fault(view: Page, busy: str, path: str) -> None:
 def test_axe_finds_no_serious_fault_in_a_comparison(view: Page, comparison: Path) -> None:
     view.goto(comparison.as_uri())
     assert view.locator("svg.steps").count() == 3
+    assert not faults(view)
+
+
+@pytest.mark.parametrize("width", [360, 1920])
+def test_axe_finds_no_serious_fault_in_a_report_of_the_limit(view: Page, report: Path, width: int) -> None:
+    view.set_viewport_size({"width": width, "height": 900})
+    view.goto(report.as_uri())
+    assert view.locator("svg.curve").count() >= 4
+    assert view.evaluate("document.scrollingElement.scrollWidth") == width
     assert not faults(view)
 
 

@@ -1,0 +1,246 @@
+"""A result as one HTML file that needs nothing else: no network, no script."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from markupsafe import Markup
+
+from app.assets import static_dir
+from app.limit.against import against_lines
+from app.limit.report_charts import charts_of
+from app.limit.runs import WANTED_SAMPLES
+from app.limit.words import LATENCIES, broken_words, generator_line, limit_lines, per_second, policy_rows
+from app.render import numbers
+from app.render.limit import verdict_of, verdict_words
+from app.render.templates import make_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+STYLES: Final = ("relevo.css", "limit.css")
+PROMISED: Final = {"ttft": "first tokens", "itl": "gaps between tokens", "e2e": "whole answers"}
+
+
+class Tile(NamedTuple):
+    """A figure of the outcome."""
+
+    title: str
+    text: str
+    unit: str
+    note: str
+
+
+class Promise(NamedTuple):
+    """A target of a class of work, and what was met of it: just below the limit, and by one user alone."""
+
+    title: str
+    target: str
+    below: str
+    alone: str
+
+
+class Row(NamedTuple):
+    """One run; of each latency its percentiles, a star behind those of few answers, and on how many they rest."""
+
+    rate: str
+    seed: int
+    latencies: list[tuple[list[str], str]]
+    cells: list[str]
+    verdict: str
+    level: str
+
+
+def page_of(result: Mapping[str, Any], older: Mapping[str, Any] | None = None) -> str:
+    """The HTML of a result; `older` is another one to compare with."""
+    css = "\n".join((static_dir() / name).read_text(encoding="utf-8") for name in STYLES)
+    rows = [_row(run) for run in result["curve"]]
+    return (
+        make_environment()
+        .get_template("limit_report.html")
+        .render(
+            css=Markup(css),  # noqa: S704 (our own files)
+            model=result["server"].get("model") or "a server",
+            headline=limit_lines(result)[0],
+            lead=_lead(result),
+            tiles=_tiles(result),
+            promises=_promises(result),
+            has_single=result["single_user"] is not None,
+            charts=charts_of(result, older),
+            has_older=older is not None,
+            against=against_lines(result, older) if older is not None else [],
+            latencies=list(LATENCIES.values()),
+            percents=[f"p{percent}" for percent in WANTED_SAMPLES],
+            rows=rows,
+            wanted=_wanted(),
+            classes=_class_rows(result),
+            policies=policy_rows(result) if "policies" in result else [],
+            policy=result.get("policy"),
+            tune=_tune(result),
+            facts=_facts(result),
+            generator=generator_line(result),
+            remarks=result["remarks"],
+        )
+    )
+
+
+def _tune(result: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "tune" not in result:
+        return None
+    from app.limit.report_tune import tune_variables
+
+    return tune_variables(result["tune"])
+
+
+def _lead(result: Mapping[str, Any]) -> str:
+    workload = result["workload"]
+    return (
+        f"{workload['name']}, lengths divided by {workload['factor']:g}: prompts of "
+        f"{workload['mean_prompt_tokens']:.0f} tokens and answers of {workload['mean_output_tokens']:.0f} on average, "
+        f"in an open loop of {workload['arrivals']} arrivals."
+    )
+
+
+def _tiles(result: Mapping[str, Any]) -> list[Tile]:
+    limit, single = result["limit"], result["single_user"]
+    tiles = []
+    if limit is not None:
+        least = "at least; " if limit["is_at_least"] else ""
+        between = f"{least}between {per_second(limit['low'])} and {per_second(limit['high'])}"
+        broken = limit["broken_promise"]
+        speed = numbers.rate(limit["output_tokens_per_second"]).text
+        tiles += [
+            Tile("Operating limit", per_second(limit["requests_per_second"]), "requests/s", between),
+            Tile("Bound by", limit["bound_by"], "", f"beyond it {broken_words(broken)}" if broken else ""),
+            Tile("Just below it", speed, "tokens/s", f"goodput {limit['goodput']:.2f} requests/s"),
+        ]
+        if limit["users"] is not None:
+            tiles.append(Tile("Users at once", f"{limit['users']:,.0f}", "", "with the time they think"))
+        if limit["cost_per_million_output_tokens"] is not None:
+            cost = f"{limit['cost_per_million_output_tokens']:.2f}"
+            tiles.append(Tile("A million output tokens", cost, "", "at the price of the machine"))
+    if single is not None:
+        first = numbers.seconds(single["ttft_p50_seconds"])
+        whole = f"median; whole answer {numbers.seconds(single['e2e_p50_seconds'])}"
+        tiles.append(Tile("One user alone", first.text, f"{first.unit} to the first token", whole))
+    return tiles
+
+
+def _promises(result: Mapping[str, Any]) -> list[Promise]:
+    """A row for each target."""
+    best, single, several = _best(result), result["single_user"], len(result["classes"]) > 1
+    rows = []
+    for number, one in enumerate(result["classes"]):
+        for name, words in PROMISED.items():
+            key = f"{name}_p95_seconds"
+            if not one[key]:
+                continue
+            of = f", {one['name']}" if several else ""
+            rows.append(
+                Promise(
+                    f"95 % of {words}{of}",
+                    str(numbers.seconds(one[key])),
+                    str(numbers.seconds(_of_class(best, number)[key])) if best else numbers.MISSING,
+                    str(numbers.seconds(_of_class(single, number)[key])) if single else numbers.MISSING,
+                )
+            )
+    share = result["targets"]["max_error_share"]
+    failed = _share_failed(best), _share_failed(single)
+    return [*rows, Promise("Requests that fail", f"{numbers.percent(share)}", *failed)]
+
+
+def _best(result: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The run with the highest rate of those that hold, at or below the limit."""
+    limit = result["limit"]
+    below = [
+        run
+        for run in result["curve"]
+        if limit is not None and run["holds"] and run["rate"] <= limit["requests_per_second"] * 1.0001
+    ]
+    return max(below, key=lambda run: run["rate"], default=None)
+
+
+def _of_class(run: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """The latencies of one class of a run; a run of one class has its own."""
+    found: Mapping[str, Any] = run["classes"][number] if run["classes"] else run
+    return found
+
+
+def _share_failed(run: Mapping[str, Any] | None) -> str:
+    if run is None:
+        return numbers.MISSING
+    return str(numbers.percent(run["errors"] / max(1, run["errors"] + run["requests"])))
+
+
+def _row(run: Mapping[str, Any]) -> Row:
+    return Row(
+        rate=per_second(run["rate"]),
+        seed=run["seed"],
+        latencies=[_latency(run, name) for name in LATENCIES],
+        cells=[
+            numbers.count(run["requests"]),
+            f"{run['goodput']:.2f}",
+            f"{run['waiting']:.1f}",
+            numbers.count(run["preemptions"]),
+            numbers.rate(run["output_tokens_per_second"]).text,
+            numbers.count(run["errors"]),
+            str(numbers.seconds(run["dispatch_lag_p99_seconds"])),
+        ],
+        verdict=verdict_words(run),
+        level=verdict_of(run),
+    )
+
+
+def _latency(run: Mapping[str, Any], name: str) -> tuple[list[str], str]:
+    """Percentiles, and how many values they rest on: of gaps there are many in an answer, which are not independent."""
+    samples = run.get(f"{name}_samples")
+    cells = []
+    for percent, wanted in WANTED_SAMPLES.items():
+        seconds = run[f"{name}_p{percent}_seconds"]
+        cells.append(str(numbers.seconds(seconds)) + ("*" if seconds is not None and run["requests"] < wanted else ""))
+    return cells, numbers.count(samples or None)
+
+
+def _wanted() -> str:
+    return ", ".join(f"{numbers.count(number)} for a p{percent}" for percent, number in WANTED_SAMPLES.items())
+
+
+def _class_rows(result: Mapping[str, Any]) -> list[tuple[str, str, list[str]]]:
+    """Rate, class and the p95 of each latency, where there are several classes of work."""
+    if len(result["classes"]) < 2:
+        return []
+    return [
+        (
+            per_second(run["rate"]),
+            one["name"],
+            [str(numbers.seconds(latencies[f"{name}_p95_seconds"])) for name in LATENCIES],
+        )
+        for run in result["curve"]
+        for one, latencies in zip(result["classes"], run["classes"], strict=True)
+    ]
+
+
+def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What it was measured on, and how."""
+    server, workload = result["server"], result["workload"]
+    cv = f", CV {workload['gap_cv']:g}" if workload["gap_cv"] is not None else ""
+    settings = result.get("settings") or _observed_settings(result["curve"])
+    facts = [
+        ("Model", server.get("model")),
+        ("Server", ", ".join(str(value) for name, value in server.items() if name != "model" and value is not None)),
+        ("Sent from", result.get("machine")),
+        ("Settings", ", ".join(f"{name} {numbers.setting(value)}" for name, value in settings.items())),
+        ("Workload", f"{workload['name']}, lengths divided by {workload['factor']:g}"),
+        ("Arrivals", f"{workload['arrivals']}{cv}, open loop"),
+        ("Capacity", f"{per_second(result['capacity_requests_per_second'])} requests/s in a closed loop"),
+        ("Seed", str(result["seed"])),
+        ("Took", numbers.duration(result["seconds"])),
+    ]
+    return [(name, str(value)) for name, value in facts if value]
+
+
+def _observed_settings(curve: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the server's metrics told of its settings, where it told nothing else."""
+    known = next((run["observed"] for run in curve if run["observed"]), {})
+    names = {"max_num_seqs": "max_num_seqs", "token_budget": "max_num_batched_tokens"}
+    return {name: known[key] for key, name in names.items() if known.get(key) is not None}

@@ -1,0 +1,78 @@
+"""What is told of a result: lines on a terminal, and the files that were asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from app.compare.options import check_writable
+from app.limit.against import against_lines, read_result
+from app.limit.report import page_of
+from app.limit.words import lines_of
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+EXIT_FAILED: Final = 1
+# How a result shows itself to be another's, or to be of a version that wrote something else.
+NOT_A_RESULT: Final = (LookupError, TypeError, ValueError, AttributeError)
+
+
+def tell(
+    result: Mapping[str, Any],
+    older: Mapping[str, Any] | None = None,
+    *,
+    json_path: Path | None = None,
+    html_path: Path | None = None,
+    echo: Callable[[str], object] = print,
+) -> int:
+    """Show the figures, and write the files.
+
+    Args:
+        older: another result to compare with.
+
+    Returns:
+        The exit code: 0, or 1 where there is no limit.
+    """
+    lines = ["", *lines_of(result)]
+    if "tune" in result:
+        from app.limit.tune_words import tune_lines
+
+        lines += tune_lines(result["tune"])
+    if older is not None:
+        lines += against_lines(result, older)
+    for line in lines:
+        echo(line)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if html_path is not None:
+        html_path.write_text(page_of(result, older), encoding="utf-8")
+    best = result["tune"]["best"] if "tune" in result else result
+    return 0 if best["limit"] is not None else EXIT_FAILED
+
+
+def tell_again(
+    path: Path,
+    *,
+    against: Path | None = None,
+    html_path: Path | None = None,
+    echo: Callable[[str], object] = print,
+) -> int:
+    """The same of a result that `--json` wrote earlier.
+
+    Raises:
+        ConfigError: a file cannot be read or written, or is something else.
+    """
+    check_writable(html_path)
+    result = read_result(path)
+    older = read_result(against) if against is not None else None
+    lines: list[str] = []
+    try:
+        code = tell(result, older, html_path=html_path, echo=lines.append)
+    except NOT_A_RESULT as error:
+        raise ConfigError(f"{path} is no whole result of `relevo limit --json`.") from error
+    for line in lines:
+        echo(line)
+    return code

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 from quart import Response
 
 from app.api.aside import dump_in_pieces
+from app.errors import ApiError
+from app.services import tell_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 T = TypeVar("T")
+# Far longer than anything here takes, and about as long as anybody waits for a page.
+LIMIT_SECONDS: Final = 30.0
 # Of a table of steps, of settings' changes, of requests: one of them is written at a time.
 LEVELS = 3
 
@@ -27,10 +31,23 @@ class Drawing:
 
     def __init__(self) -> None:
         self._one_at_a_time = trio.CapacityLimiter(1)
+        self._hangs = False
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` gives; who leaves does not wait for it."""
-        return await trio.to_thread.run_sync(work, limiter=self._one_at_a_time, abandon_on_cancel=True)
+        """What `work` gives; who leaves does not wait for it.
+
+        Raises:
+            ApiError: 503, it is not there in time: it hangs, or what is before it does, which the log tells once.
+        """
+        with trio.move_on_after(LIMIT_SECONDS):
+            drawn = await trio.to_thread.run_sync(work, limiter=self._one_at_a_time, abandon_on_cancel=True)
+            self._hangs = False
+            return drawn
+        if not self._hangs:
+            tell_stacks(f"something was not drawn within {LIMIT_SECONDS:g} s")
+        self._hangs = True
+        message = f"This was not drawn within {LIMIT_SECONDS:g} s; the server's log says more."
+        raise ApiError(503, message, code="not_drawn")
 
     async def json(self, make: Callable[[], Any], levels: int = LEVELS) -> Response:
         """JSON of what `make` gives; `levels` as in `dump_in_pieces`."""

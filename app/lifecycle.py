@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
-import sys
 from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import trio
 
+from app.logs import flush_logs
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from engine.engine import Engine
 
 log = logging.getLogger("relevo.server")
 
+ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 LAG_SLEEP_SECONDS: Final = 0.05
 LAG_WINDOW: Final = 40  # sleeps: two seconds
 # Running requests get the drain timeout; what was ended then has so long to tell its client.
@@ -33,9 +37,14 @@ class Watchers(Protocol):
 
 
 class LoopLag:
-    """Overshoot of a short sleep: what every stream on this event loop suffers too."""
+    """Overshoot of a short sleep: what every stream on this event loop suffers too.
+
+    Attributes:
+        num_beats: sleeps that are over; the loop hangs while there are no more of them.
+    """
 
     def __init__(self) -> None:
+        self.num_beats = 0
         self._overshoots: deque[float] = deque([0.0], maxlen=LAG_WINDOW)
 
     @property
@@ -49,6 +58,7 @@ class LoopLag:
             due = trio.current_time() + LAG_SLEEP_SECONDS
             await trio.sleep_until(due)
             self._overshoots.append(max(0.0, trio.current_time() - due))
+            self.num_beats += 1
 
 
 class Lifecycle:
@@ -88,14 +98,32 @@ class Lifecycle:
         self, drain: Callable[[], object], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Call `drain` on the first SIGTERM or SIGINT and leave the process at once on the second."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with trio.open_signal_receiver(*ENDING) as signals:
+            _heed_the_second()
             task_status.started()
             async for number in signals:
-                if self.draining:
-                    leave_now()
                 log.info("%s: finishing what runs; a second signal ends it now", signal.Signals(number).name)
                 self.draining = True
                 drain()
+
+
+def _heed_the_second() -> None:
+    """Of the signals that trio receives the second ends the process at once, also where the event loop hangs.
+
+    Trio sets the handlers back that were there before its own.
+    """
+    receive: dict[int, Any] = {number: signal.getsignal(number) for number in ENDING}
+    num_received = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal num_received
+        num_received += 1
+        if num_received > 1:
+            leave_now(1, b"relevo: second signal, leaving now\n")
+        receive[number](number, frame)
+
+    for number in ENDING:
+        signal.signal(number, handle)
 
 
 @contextmanager
@@ -104,15 +132,19 @@ def ending_at_once() -> Iterator[None]:
 
     That is while the model is loaded, and when all is drained. Only the main thread may say so.
     """
-    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    before = signal.signal(signal.SIGTERM, lambda *_: leave_now(0))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def leave_now() -> None:
-    """End the process without any clean-up: a hung step must not be able to hold it."""
-    sys.stderr.write("relevo: second signal, leaving now\n")
-    sys.stderr.flush()
-    os._exit(1)
+def leave_now(code: int, words: bytes = b"") -> None:
+    """End the process without any clean-up: a hung step must not be able to hold it. The log is written, if it can be.
+
+    A signal may have come in the midst of anything, so nothing here waits for a lock.
+    """
+    flush_logs()
+    if words and select.select([], [2], [], 0)[1]:  # else nobody reads
+        os.write(2, words)
+    os._exit(code)

@@ -11,6 +11,7 @@ import queue
 import re
 import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 FIELDS: Final = "fields"
 MAX_LINES: Final = 10_000  # that wait for a reader who does not read
 CLOSE_SECONDS: Final = 3.0
+FLUSH_SECONDS: Final = 1.0
 _PLAIN: Final = re.compile(r"[\w./:+@-]+")
 
 
@@ -89,6 +91,7 @@ class LineWriter(logging.Handler):
         self._stream = stream
         self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
         self._num_lost = 0
+        self._num_taken, self._num_written = 0, 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
@@ -96,10 +99,17 @@ class LineWriter(logging.Handler):
         """Hand a line over."""
         try:
             self._lines.put_nowait(self.format(record))
+            self._num_taken += 1
         except queue.Full:
             self._num_lost += 1
         except Exception:
             self.handleError(record)  # logging's own way to tell of a message that cannot be made
+
+    def flush(self) -> None:
+        """Wait until all is written; not for long, and without a lock: a signal may want it in the midst of a line."""
+        end = time.monotonic() + FLUSH_SECONDS
+        while self._thread.is_alive() and self._num_written < self._num_taken and time.monotonic() < end:
+            time.sleep(0.001)
 
     def close(self) -> None:
         """Write what there is; a reader who does not read is not waited for."""
@@ -118,11 +128,19 @@ class LineWriter(logging.Handler):
                 self._stream.flush()
             except OSError:
                 self._num_lost += 1 + lost
+            self._num_written += 1
 
 
 def _lost(number: int) -> logging.LogRecord:
     message = "%d lines of the log are lost: they were not read in time"
     return logging.LogRecord("relevo.log", logging.WARNING, "", 0, message, (number,), None)
+
+
+def flush_logs() -> None:
+    """Write what was logged, for an end of the process that cleans nothing up."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LineWriter):
+            handler.flush()
 
 
 @contextmanager

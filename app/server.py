@@ -28,7 +28,7 @@ from app.listening import cannot_listen
 from app.live_config import LiveConfig
 from app.logs import FIELDS
 from app.recording.recorder import TrafficRecorder
-from app.services import keep_notices, watch_stalls
+from app.services import keep_notices, watch_stalls, watching_loop
 from app.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ async def serve_engine(
             sys.stderr.flush()
         else:
             log.info("ready", extra={FIELDS: {"model": engine.model.name, "url": address_of(listener)}})
-        await lifecycle.finished.wait()
+        with watching_loop(lambda: lifecycle.lag.num_beats):
+            await lifecycle.finished.wait()
         nursery.cancel_scope.cancel()
 
 

@@ -46,10 +46,32 @@ PROGRAM = textwrap.dedent(
 )
 
 
+# The same, of which the event loop hangs on a signal.
+HUNG = PROGRAM.replace("import sys, trio", "import signal, sys, time, trio\nfrom app import services").replace(
+    "\ntrio.run(main)",
+    textwrap.dedent(
+        """
+        async def hang() -> None:
+            with trio.open_signal_receiver(signal.SIGUSR1) as signals:
+                async for _ in signals:
+                    time.sleep(60)
+
+        async def both() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(main)
+                nursery.start_soon(hang)
+
+        services.LOOK_SECONDS = 0.05
+        trio.run(both)
+        """
+    ),
+)
+
+
 @pytest.fixture
 def process(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a process of its own, and its address."""
-    command = [sys.executable, "-c", PROGRAM, str(getattr(request, "param", 10))]
+    command = [sys.executable, "-c", getattr(request, "param", PROGRAM), "10"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr is not None
         url = next(word for line in running.stderr for word in line.split() if word.startswith("http://"))
@@ -96,6 +118,23 @@ async def test_a_second_signal_ends_it_now(process: tuple[subprocess.Popen[str],
             await trio.sleep(0.01)
         running.send_signal(signal.SIGTERM)
         assert await trio.to_thread.run_sync(partial(running.wait, 5)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [HUNG], indirect=True)
+def test_an_event_loop_that_hangs_is_told_of_and_ended_by_a_second_signal(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
+    running, _ = process
+    assert running.stderr is not None
+    running.send_signal(signal.SIGUSR1)
+    told = iter(running.stderr)
+    assert any("the event loop has hung" in line for line in told)
+    assert any("in hang" in line for line in told)
+    running.send_signal(signal.SIGINT)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(5) == 1
+    assert any("second signal, leaving now" in line for line in told)
 
 
 class Watchers:

@@ -6,8 +6,9 @@ import io
 import json
 import logging
 import threading
+import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from app import endings, logs
 from app.endings import MAX_REFUSALS_A_SECOND, Refusals
+from app.lifecycle import leave_now
 from app.logs import FIELDS, FORMATS, HumanFormatter, JsonFormatter, LineWriter, open_logs
 from engine.errors import ConstraintError
 from engine.handle import GenerationRequest, TextPrompt
@@ -99,6 +101,31 @@ def test_who_does_not_read_the_log_holds_nobody_up(monkeypatch: pytest.MonkeyPat
     writer.close()
     messages = [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
     assert messages == ["0", "50 lines of the log are lost: they were not read in time", *map(str, range(1, 101))]
+
+
+def test_the_log_is_written_before_an_end_that_cleans_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            time.sleep(0.002)
+            return super().write(text)
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    slow, stuck = Slow(), Stuck()
+    with open_logs("json", "info", slow):
+        for number in range(20):
+            logging.getLogger("relevo.test").info("%d", number)
+        with pytest.raises(SystemExit):
+            leave_now(1)
+        assert len(slow.getvalue().splitlines()) == 20
+    monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.02)
+    with open_logs("json", "info", stuck):
+        logging.getLogger("relevo.test").info("nobody reads this in time")
+        with pytest.raises(SystemExit):
+            leave_now(1)
+        stuck.reads.set()
 
 
 def test_after_the_body_the_log_is_as_it_was() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
+from app import services
+from app.drawing import Drawing
+from app.errors import ApiError
 from app.journal.journal import Journal
-from app.services import RESTART_SECONDS, Services, keep_notices, watch_stalls
+from app.services import HUNG_LOOKS, RESTART_SECONDS, Services, keep_notices, watch_stalls, watching_loop
 from app.start import is_fault
 from engine.errors import ConfigError, EngineError
 from engine.handle import GenerationRequest, TextPrompt
@@ -114,6 +118,41 @@ async def test_a_stall_tells_once_where_every_thread_is(
     assert logged(caplog, "in wait") >= 2
     assert logged(caplog, "in stall_twice") == 0  # a task is no thread
     assert logged(caplog, "the engine goes on") == 2
+
+
+def test_an_event_loop_that_hangs_is_told_of_once_by_a_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(services, "LOOK_SECONDS", 0.001)
+    looks = chain([1, 2], [3] * HUNG_LOOKS, range(4, 9), [9] * 20, count(10))
+    over = threading.Event()
+
+    def num_beats() -> int:
+        number = next(looks)
+        if number > 15:
+            over.set()
+        return number
+
+    with watching_loop(num_beats):
+        assert over.wait(20)
+    assert logged(caplog, "the event loop has hung for 0.005 s") == 1
+    assert logged(caplog, "in num_beats") + logged(caplog, "in wait") >= 1, "where the threads are"
+    assert logged(caplog, "the event loop goes on") == 1
+
+
+async def test_a_drawing_that_hangs_is_told_of_and_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drawing, leave = Drawing(), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr("app.drawing.LIMIT_SECONDS", 0.02)
+        for work in (leave.wait, bool):
+            with pytest.raises(ApiError, match=r"was not drawn within 0\.02 s"):
+                await drawing.run(work)
+    leave.set()
+    assert await drawing.run(lambda: "drawn") == "drawn"
+    assert logged(caplog, "where the threads are") == 1
+    assert logged(caplog, "in wait") >= 1
 
 
 @pytest.mark.parametrize(

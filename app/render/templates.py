@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@cache  # to compile a template takes a hundredth of a second and more, and there are dozens
 def make_environment() -> Environment:
     """The environment of all pages and partials; everything is escaped unless it is Markup."""
     environment = Environment(

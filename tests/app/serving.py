@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import trio
 
+from app.api.envelope import CompletionEnvelope
 from app.config import Settings
 from app.http import Context, create_app
 from app.lifecycle import Lifecycle
@@ -21,6 +23,9 @@ from tests.fakes import fake_config, open_fake_engine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    import pytest
+
+    from app.api.envelope import Envelope
     from app.journal.journal import Journal
     from app.key_service import KeyService
     from app.recording.recorder import TrafficRecorder
@@ -102,10 +107,23 @@ async def open_server(
         with open_listening_socket(host, 0) as listener:
             await nursery.start(run_http, context, listener)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+            # To read the authorities' certificates takes longer than all else here, and nobody asks for one.
+            async with httpx.AsyncClient(base_url=url, timeout=10, verify=False) as client:
                 yield Server(url, context, client)
         context.lifecycle.stopped.set()
         nursery.cancel_scope.cancel()
+
+
+def break_piece(monkeypatch: pytest.MonkeyPatch, number: int = 10) -> None:
+    """Let the making of one piece of a streamed completion fail; those before and behind it can be made."""
+    plain, calls = CompletionEnvelope.piece, count(1)
+
+    def piece(self: Envelope, *args: Any) -> bytes:
+        if next(calls) == number:
+            raise ZeroDivisionError
+        return plain(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CompletionEnvelope, "piece", piece)
 
 
 def events(text: str) -> list[Any]:

@@ -24,6 +24,7 @@ from app.cli.options import (
 )
 from app.cli.pull import fetch
 from app.cli.simulation import add_simulation, machine_of, refuse_machine
+from app.cli.tune import TUNE_SECONDS, add_tune, wish_of
 from app.config import keys
 from engine.config import SloTargets
 from engine.errors import ConfigError
@@ -59,7 +60,7 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--context", type=count, metavar="N", help="its context in tokens, where it does not tell")
     _add_promise(command)
     _add_workload(command)
-    command.add_argument("--duration", type=positive, metavar="S", help="seconds to aim at (default 480)")
+    command.add_argument("--duration", type=positive, metavar="S", help="seconds to aim at (default 480; --tune 1800)")
     command.add_argument("--requests", type=count, metavar="N", help="that count in a run (default: what fits)")
     command.add_argument("--repeats", type=count, metavar="N", help="seeds tried near the limit (default 3)")
     command.add_argument(
@@ -80,6 +81,7 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures there")
     command.add_argument("--against", type=Path, metavar="FILE", help="compare with what --json wrote earlier")
     command.add_argument("--from", type=Path, metavar="FILE", help="measure nothing; show what --json wrote earlier")
+    add_tune(command)
     command.add_argument(
         "--policies", type=_policies, metavar="A,B", help=f"compare the limit under these: {', '.join(POLICIES)}"
     )
@@ -123,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("Give either --simulate or --url.")
     if not options.simulate:
         refuse_machine(options)
+    wish_of(options)  # what cannot be is told at once
     if options.policies and (options.url is not None or getattr(options, POLICY) is not None):
         raise ConfigError(
             "--policies is for a server that is started here, under each of them; leave --url and --policy out."
@@ -157,6 +160,8 @@ def _asked(options: argparse.Namespace, settings: Settings) -> Options:
     from app.limit.options import Options
 
     given = {name: value for name in ASKED if (value := getattr(options, name)) is not None}
+    if options.tune is not None:
+        given.setdefault("duration", TUNE_SECONDS)
     slo = settings.slo
     targets = [
         default if given_ is None else given_ or None
@@ -197,7 +202,12 @@ def _find_simulated(
     from app.limit.simulated import find_simulated
 
     source, config = make_source(asked), settings.engine_config()
-    return find_simulated(machine_of(options, config), config, source, asked, report, lines)
+    machine, wish = machine_of(options, config), wish_of(options)
+    if wish is not None:
+        from app.limit.tune_simulated import tune_simulated
+
+        return tune_simulated(machine, config, source, asked, wish, report, lines)
+    return find_simulated(machine, config, source, asked, report, lines)
 
 
 def _find_over_http(
@@ -208,6 +218,7 @@ def _find_over_http(
     from app.limit.endpoint import find_endpoint
     from app.limit.options import make_source
     from app.limit.own_server import open_own_server
+    from app.limit.watch import Watch
 
     source = make_source(asked)
     model = getattr(options, "model.name")
@@ -228,6 +239,11 @@ def _find_over_http(
         elif given := [flag for flag in _flags(options) if flag.startswith("--") and flag != "--model"]:
             raise ConfigError(f"{given[0]} is for a server that is started here; leave it out with --url.")
         endpoint = find_endpoint(url, options.api, model=model, key=key, admin_token=token, context=asked.context)
+        wish = wish_of(options)
+        if wish is not None:
+            from app.limit.tune_http import find_tuned
+
+            return find_tuned(endpoint, source, asked, wish, report, lines or Watch())
         return Looking(endpoint, source, asked, report, lines).find()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from app.compare.runs import SLOW_GAPS_ALLOWED, growth_excess, percentile
@@ -91,7 +92,7 @@ def given(targets: SloTargets) -> dict[str, float]:
     return {name: seconds for name, seconds in every.items() if seconds is not None}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """All counted requests of one run.
 
@@ -125,7 +126,7 @@ class Run:
         """How late requests left, in seconds."""
         return percentile([seen.lag for seen in self.seen], 50)
 
-    @property
+    @cached_property
     def lag_p99(self) -> float:
         """The same of the latest hundredth."""
         return percentile([seen.lag for seen in self.seen], 99)
@@ -140,7 +141,7 @@ class Run:
         """Whether every promise was kept."""
         return self.excess <= 1
 
-    @property
+    @cached_property
     def excess(self) -> float:
         """What was missed over what may be missed, of the promise that is furthest from being kept; 1 just holds."""
         return max(self.excesses().values(), default=0.0)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from app.limit.statistics import limit_of
+from app.limit.statistics import estimate_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,11 +69,11 @@ def edge(runs: Sequence[Run]) -> tuple[float | None, float | None]:
     Runs in which the generator was late say nothing about the server; they are above the limit of what can be known.
     """
     valid = [run for run in runs if run.is_valid]
-    limit = limit_of(valid, num_draws=1) if valid else None
+    limit = estimate_of(valid) if valid else None
     rates = sorted({run.rate for run in runs})
     if limit is None:
         return None, rates[0]
-    low = max(run.rate for run in valid if run.rate <= limit.estimate)
+    low = max(run.rate for run in valid if run.rate <= limit)
     return low, min([rate for rate in rates if rate > low], default=None)
 
 

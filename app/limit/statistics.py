@@ -43,8 +43,7 @@ class Interval(NamedTuple):
 
 def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None:
     """The highest rate at which the promise holds under every seed; `None` where it holds at none of the rates."""
-    logs = np.array([[_log(run.excess)] for run in runs])
-    (estimate, _), *_ = _crossings(runs, logs)
+    estimate = estimate_of(runs)
     if estimate is None:
         return None
     drawn = _crossings(runs, np.array([_drawn(run, num_draws) for run in runs]))
@@ -55,6 +54,12 @@ def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None
         for side, percent in enumerate(INTERVAL)
     )
     return Interval(estimate, min(low, estimate), max(high, estimate))
+
+
+def estimate_of(runs: Sequence[Run]) -> float | None:
+    """The same without its interval, which takes long."""
+    (estimate, _), *_ = _crossings(runs, np.array([[_log(run.excess)] for run in runs]))
+    return estimate
 
 
 def margin_of(run: Run, other: Run, num_draws: int = NUM_DRAWS) -> Interval | None:

@@ -1,7 +1,7 @@
 """What is told of a search while it goes on, for programs: a JSON object a line.
 
 {"event": "progress", "seconds": 61, "planned_seconds": 480, "what": "…", "rate": 4.1, "ended": 37, "total": 189}
-{"event": "run", "kind": "rate", …}      an entry of `curve`; kind is capacity, single or rate
+{"event": "run", "kind": "rate", …}      an entry of `curve`; kind is capacity, single, rate, or tried (other settings)
 {"event": "result", "result": {…}}       what `--json` writes, at the end
 """
 

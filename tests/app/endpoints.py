@@ -27,6 +27,7 @@ class Behaviour:
         pieces_of: tokens of each piece of text.
         refused: words in a body that make it a 400.
         key, metrics_key: that must be given; `None` takes everybody.
+        routes: answers to a GET of other routes, status and body.
         entry: what the list of models says beside the name.
         props: what llama-server tells of itself.
         redirect: where whoever asks is sent.
@@ -48,6 +49,7 @@ class Behaviour:
     context: int | None = None
     metrics: str = ""
     metrics_key: str | None = None
+    routes: dict[str, tuple[int, str]] = field(default_factory=dict)
     entry: dict[str, Any] = field(default_factory=dict)
     props: str = ""
     redirect: str = ""
@@ -99,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/props" and behaviour.props:
             self.answer(200, behaviour.props)
         else:
-            self.answer(404, "{}")
+            self.answer(*behaviour.routes.get(self.path, (404, "{}")))
 
     def is_elsewhere(self) -> bool:
         """Whether the answer was a page, or the way to another server."""

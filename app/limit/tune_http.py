@@ -1,0 +1,153 @@
+"""Tuning a server over HTTP, live."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from app.limit.command import Looking
+from app.limit.endpoint import EndpointError
+from app.limit.search import FIRST_SHARE
+from app.limit.tune import Clock, tune
+from app.limit.tune_controls import controls_of
+from app.limit.tune_live import HttpAdmin, open_settings
+from app.limit.tune_result import tune_result
+from app.limit.words import per_second
+from app.render import numbers
+
+if TYPE_CHECKING:
+    from app.limit.command import Prepared, Reporter
+    from app.limit.endpoint import Endpoint
+    from app.limit.load import Source
+    from app.limit.options import Options
+    from app.limit.runs import Run
+    from app.limit.summary import Outcome
+    from app.limit.tune import Wish
+    from app.limit.tune_controls import Values
+    from app.limit.tune_live import LiveSettings
+    from app.limit.watch import Watch
+
+# About as many whole runs as tuning takes.
+NUM_RUNS: Final = 32
+# Beside the requests that count, their start and their end, a run waits for the server and for the last answers.
+SENT_PER_COUNTED, SPARE_SECONDS = 1.5, 15.0
+# For so long nobody may be there before it begins; between runs, what a run leaves behind has so long to end.
+WATCHED_SECONDS, IDLE_SECONDS, POLL_SECONDS = 3.0, 10.0, 0.2
+# Where others are served, a server is never idle.
+BESIDE_OTHERS_SECONDS: Final = 1.0
+
+
+class LiveMeasure:
+    """Measures settings of a server: has them hold, and sends requests.
+
+    Args:
+        beside_others: the server may have requests that are not from here.
+    """
+
+    def __init__(
+        self,
+        live: LiveSettings,
+        endpoint: Endpoint,
+        ready: Prepared,
+        clock: Clock,
+        report: Reporter,
+        watch: Watch,
+        *,
+        beside_others: bool,
+    ) -> None:
+        self._live, self._endpoint, self._ready = live, endpoint, ready
+        self._clock, self._report, self._watch = clock, report, watch
+        self._beside_others = beside_others
+        self._what = ""
+
+    def tell(self, what: str) -> None:
+        """What is tried from now on."""
+        self._what = what
+
+    def __call__(self, values: Values, rate: float, seed: int, *, whole: bool = False) -> Run:
+        """One run."""
+        measure = self._ready.measure
+        if not self._beside_others:
+            refuse_others(self._endpoint, IDLE_SECONDS)
+        self._live.hold(values, SENT_PER_COUNTED * measure.num_counted / rate + measure.deadline + SPARE_SECONDS)
+        measure = replace(
+            measure,
+            goes_on=whole,
+            report=self._tell,
+            idle_seconds=BESIDE_OTHERS_SECONDS if self._beside_others else IDLE_SECONDS,
+        )
+        run = measure(rate, seed)
+        self._live.check()
+        self._watch.ran("rate" if values == self._live.own else "tried", run)
+        return run
+
+    def _tell(self, rate: float, ended: int, total: int) -> None:
+        self._watch.trying(rate, ended, total)
+        gone, planned = self._clock.gone, self._clock.duration
+        left = f"{numbers.duration(max(1.0, planned - gone))} left"
+        self._report(int(gone), int(planned), f"{self._what}, {per_second(rate)}/s: {ended} of {total}, {left}")
+
+
+def find_tuned(
+    endpoint: Endpoint, source: Source, options: Options, wish: Wish, report: Reporter, watch: Watch
+) -> Outcome:
+    """Find the limit of a server, and better settings for it.
+
+    The runs of the outcome are those of the settings that it had.
+
+    Raises:
+        ConfigError: it has no such control.
+        EndpointError: it cannot be tuned, or not now, or somebody else has changed its settings.
+    """
+    with open_settings(HttpAdmin(endpoint), wish.names) as live:
+        controls = controls_of(live.view, wish.names)
+        if not wish.while_serving:
+            _refuse_unknown(endpoint)
+            refuse_others(endpoint, 0.0, watched=WATCHED_SECONDS)
+        looking = Looking(endpoint, source, options, report, watch, NUM_RUNS)
+        ready = looking.prepare()
+        clock = Clock(options.duration, ready.seconds_of, ready.began)
+        measure = LiveMeasure(live, endpoint, ready, clock, report, watch, beside_others=wish.while_serving)
+        tuned = tune(measure, controls, live.own, FIRST_SHARE * ready.capacity, options, clock, measure.tell)
+        applied = wish.apply and tuned.best is not tuned.present
+        if applied:
+            live.apply(tuned.best.values)
+    outcome = looking.outcome(ready, tuned.present.runs)
+    remarks = ["The limit and the runs above are those of the settings that the server had."]
+    if wish.while_serving:
+        remarks.append("Others may have been served meanwhile: what they asked for is in every figure.")
+    return replace(outcome, tune=tune_result(tuned, applied=applied), remarks=[*outcome.remarks, *remarks])
+
+
+def refuse_others(endpoint: Endpoint, patience: float, watched: float = 0.0) -> None:
+    """Refuse a server that has requests although none of ours is open.
+
+    Args:
+        patience: seconds until the last of ours has ended.
+        watched: seconds for which there must be nobody.
+
+    Raises:
+        EndpointError: it has.
+    """
+    began = time.monotonic()
+    while True:
+        values = endpoint.metrics()
+        running, waiting = (int(values.get(f"num_requests_{name}", 0)) for name in ("running", "waiting"))
+        gone = time.monotonic() - began
+        if not running + waiting and gone >= watched:
+            return
+        if running + waiting and gone >= patience:
+            raise EndpointError(
+                f"{endpoint.url} serves others ({running} run, {waiting} wait), and settings would be tried on them; "
+                "tune it when nobody uses it, or add --while-serving."
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _refuse_unknown(endpoint: Endpoint) -> None:
+    if not endpoint.has_metrics:
+        raise EndpointError(
+            f"{endpoint.url} does not show whether it serves others (/metrics); give its --admin-token, "
+            "or add --while-serving."
+        )

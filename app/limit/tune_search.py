@@ -1,0 +1,242 @@
+"""Which settings are tried, from what came of those before. Nothing here measures or knows a clock.
+
+One control is turned at a time, from the settings that there are (coordinate ascent). Whoever wants to take their place
+gets the same requests at the same times, at a rate at which they just no longer hold (common random numbers). Most are
+lost there, which is soon certain; for who holds, and is nearer to the promise by more than chance, the limit is found,
+and it is the next to be beaten.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Final, Protocol
+
+from app.limit.search import edge, search
+from app.limit.statistics import Interval, limit_of, margin_of
+from engine.errors import RelevoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from app.limit.runs import Run
+    from app.limit.tune_controls import Control, Value, Values
+
+# The ratio of neighbours that are tried: first far, then near.
+STEPS: Final = (2.0, math.sqrt(2.0))
+# A bar at which the settings that hold do hold when they are measured again is raised so often.
+MAX_RAISES: Final = 3
+# What is nearer to the promise by less than this is no better: the draws know the chance among requests, and not what
+# else is up on a machine.
+MAX_RATIO: Final = 0.95
+
+
+class RefusedError(RelevoError):
+    """The server does not take these settings; nothing was changed."""
+
+
+class Measure(Protocol):
+    """Measures settings."""
+
+    def __call__(self, values: Values, rate: float, seed: int, *, whole: bool = False) -> Run:
+        """One run.
+
+        Args:
+            rate: requests a second.
+            whole: go on where it is certain to be lost.
+
+        Raises:
+            RefusedError: these settings cannot be.
+        """
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Settings, and the runs that tell how good they are."""
+
+    values: Values
+    runs: tuple[Run, ...]
+
+    @cached_property
+    def limit(self) -> Interval | None:
+        """The highest rate at which they hold under every seed that was tried; `None` where they hold at none."""
+        valid = [run for run in self.runs if run.is_valid]
+        return limit_of(valid) if valid else None
+
+    @cached_property
+    def edge(self) -> tuple[float | None, float | None]:
+        """The highest rate at which they hold, and the next above it that was tried; `None` for none."""
+        return edge(self.runs)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether they hold at no rate that was tried."""
+        return self.edge[0] is None
+
+    @property
+    def bar(self) -> Run | None:
+        """The run at the lowest rate at which they do not hold; `None` where that is not known of any rate.
+
+        The last one, where there are several. One in which the generator was late knows nothing.
+        """
+        _, high = self.edge
+        return next((run for run in reversed(self.runs) if run.rate == high and run.is_valid), None)
+
+    @property
+    def reached(self) -> float:
+        """The highest rate at which they hold, else the lowest that was tried: requests a second."""
+        return self.edge[0] or min(run.rate for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings that were tried.
+
+    Attributes:
+        control: the one that was turned, to `value`.
+        against: those that held until then, whose run at the same rate, of the same requests, is `theirs`.
+        run: its first one; `None` where the server refused it.
+        margin: how far it was from the promise over how far they were, below 1 where it was nearer; `None` where one of
+            the two runs was ended early.
+        verdict: `better`, `no better`, `lost`, `refused` or `unknown`.
+        standing: its own, where it is better.
+    """
+
+    control: str
+    value: Value
+    against: Values
+    theirs: Run
+    run: Run | None
+    margin: Interval | None
+    verdict: str
+    standing: Standing | None = None
+    why: str = ""
+
+
+class Ascent:
+    """Looks for the settings with the highest limit.
+
+    Args:
+        seed: of all runs.
+        afford: whether there is time for another run at a rate.
+        tell: told what is tried next.
+
+    Attributes:
+        candidates: everybody who was tried, in order.
+        idle: controls that were not turned, as it would make no difference, and why.
+        is_cut: the time was over before everything was tried.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        controls: Sequence[Control],
+        seed: int,
+        afford: Callable[[float], bool],
+        tell: Callable[[str], object] = lambda _what: None,
+    ) -> None:
+        self._measure, self._controls = measure, controls
+        self._seed, self._afford, self._tell = seed, afford, tell
+        self._seen: set[frozenset[tuple[str, Value]]] = set()
+        self.candidates: list[Candidate] = []
+        self.idle: dict[str, str] = {}
+        self.is_cut = False
+
+    def climb(self, present: Standing) -> Standing:
+        """The best settings that were found; `present` where none is better."""
+        self._seen.add(frozenset(present.values.items()))
+        best = self._with_bar(present)
+        for step in STEPS:
+            before = None
+            while before is not best and not self.is_cut:
+                before = best
+                for control in self._controls:
+                    best = self._turn(control, best, step)
+        return present if best.values == present.values else best
+
+    def _turn(self, control: Control, best: Standing, step: float) -> Standing:
+        """Turn one control for as long as that is better; the other way only where the first was not."""
+        why = control.idle(best.runs)
+        if why is not None:
+            self.idle.setdefault(control.name, why)
+            return best
+        self.idle.pop(control.name, None)
+        for way in control.ways(best.values, step):
+            start = best
+            for value in way:
+                better = self._try(control, value, best)
+                if better is None:
+                    break
+                best = better
+            if best is not start and control.span is not None:
+                break
+        return best
+
+    def _try(self, control: Control, value: Value, best: Standing) -> Standing | None:
+        """Its standing where it is better, else `None`."""
+        values = {**best.values, control.name: value}
+        key = frozenset(values.items())
+        theirs = best.bar
+        if theirs is None or key in self._seen or self.is_cut:
+            return None
+        if not self._afford(theirs.rate):
+            self.is_cut = True
+            return None
+        self._seen.add(key)
+        self._tell(f"{control.name} {value}")
+        turned = partial(Candidate, control.name, value, best.values, theirs)
+        try:
+            run = self._valid(values, theirs.rate, whole=best.is_lost)
+        except RefusedError as error:
+            self.candidates.append(turned(None, None, "refused", why=str(error)))
+            return None
+        margin = margin_of(run, theirs)
+        verdict = _verdict(run, margin, is_lost=best.is_lost)
+        standing = self._standing(values, run) if verdict == "better" else None
+        self.candidates.append(turned(run, margin, verdict, standing))
+        return standing
+
+    def _standing(self, values: Values, first: Run) -> Standing:
+        """With the limit of settings that are better; a run of them is known already."""
+        if not first.holds:
+            return Standing(values, (first,))
+        known = [first]
+
+        def measure(rate: float, seed: int) -> Run:
+            return known.pop() if known else self._measure(values, rate, seed)
+
+        return self._with_bar(Standing(values, tuple(search(measure, first.rate, (self._seed,), afford=self._afford))))
+
+    def _with_bar(self, standing: Standing) -> Standing:
+        """With a run to its end at the rate at which others have to be better.
+
+        Where it holds there after all, the next higher rate is taken.
+        """
+        for _ in range(MAX_RAISES):
+            bar = standing.bar
+            if bar is None or not bar.stopped or not self._afford(bar.rate):
+                break
+            run = self._valid(standing.values, bar.rate, whole=True)
+            standing = Standing(standing.values, (*standing.runs, run))
+        return standing
+
+    def _valid(self, values: Values, rate: float, *, whole: bool) -> Run:
+        """A run, and another where the generator was late in the first."""
+        run = self._measure(values, rate, self._seed, whole=whole)
+        if not run.is_valid and self._afford(rate):
+            run = self._measure(values, rate, self._seed, whole=whole)
+        return run
+
+
+def _verdict(run: Run, margin: Interval | None, *, is_lost: bool) -> str:
+    """What came of a candidate.
+
+    Args:
+        is_lost: those that held until then keep the promise at no rate, so that being nearer to it is better.
+    """
+    if not run.is_valid:
+        return "unknown"
+    if not run.holds and not is_lost:
+        return "lost"
+    return "better" if margin is not None and margin.high < MAX_RATIO else "no better"

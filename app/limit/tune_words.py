@@ -1,0 +1,117 @@
+"""What came of tuning, as lines of a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from app.limit.words import aligned, per_second
+from app.render import numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SAME: Final = "The settings you have are as good as any that were tried"
+
+
+def tune_lines(tune: Mapping[str, Any]) -> list[str]:
+    """Everything; where tuning stands in the result of a search."""
+    return [
+        *(["", *_candidates(tune)] if tune["candidates"] else []),
+        *[f"{one['name']} was not turned: {one['idle']}." for one in tune["controls"] if one["idle"]],
+        *([] if tune["complete"] else ["The time was over before everything was tried; give a larger --duration."]),
+        *(["", *_trade_off(tune["trade_off"])] if tune["trade_off"] else []),
+        "",
+        *verdict_lines(tune),
+    ]
+
+
+def setting_words(changes: Mapping[str, Sequence[Any]]) -> str:
+    """`max_num_seqs 16 to 32, policy static to continuous`."""
+    return ", ".join(f"{name} {old} to {new}" for name, (old, new) in changes.items())
+
+
+def _candidates(tune: Mapping[str, Any]) -> list[str]:
+    rows = [["tried", "instead of", "requests/s", "missed/allowed", "before", "ratio (nine in ten draws)", ""]]
+    for one in tune["candidates"]:
+        rows.append(
+            [
+                f"{one['control']} {one['value']}",
+                str(one["against"][one["control"]]),
+                per_second(one["rate"]),
+                _times(one["excess"]),
+                _times(one["their_excess"]),
+                _margin(one["margin"]),
+                came_of(one),
+            ]
+        )
+    said = "One control at a time, against the best until then, with the same requests at a rate just beyond its limit:"
+    return [said, *aligned(rows)]
+
+
+def _margin(margin: Mapping[str, float] | None) -> str:
+    if margin is None:
+        return numbers.MISSING
+    # A promise about the whole run, as that waiting does not grow, is not drawn anew.
+    spread = f" ({margin['low']:.2f} to {margin['high']:.2f})" if margin["low"] < margin["high"] else ""
+    return f"{margin['ratio']:.2f}{spread}"
+
+
+def _times(excess: float | None) -> str:
+    return numbers.MISSING if excess is None else f"{excess:.2f}"
+
+
+def came_of(one: Mapping[str, Any]) -> str:
+    """What came of one of `candidates`."""
+    if one["verdict"] == "refused":
+        return f"refused: {one['why']}"
+    if one["verdict"] == "unknown":
+        return "unknown: the generator was late"
+    early = ", ended early" if one["ended_early"] else ""
+    limit = f": limit {_limit(one['limit'])}" if one["limit"] else ""
+    return f"{one['verdict']}{early}{limit}"
+
+
+def _limit(limit: Mapping[str, float] | None) -> str:
+    if limit is None:
+        return "none"
+    estimate, low, high = (per_second(limit[name]) for name in ("requests_per_second", "low", "high"))
+    return f"{estimate} requests/s ({low} to {high})"
+
+
+def _trade_off(trade_off: Mapping[str, Any]) -> list[str]:
+    rows = [[trade_off["control"], "first token p95", "gap p95", "answer p95", "answers", "holds"]]
+    for point in trade_off["points"]:
+        rows.append(
+            [
+                numbers.count(point["value"]),
+                *[str(numbers.seconds(point[f"{name}_p95_seconds"])) for name in ("ttft", "itl", "e2e")],
+                numbers.count(point["requests"]),
+                {True: "yes", False: "no", None: "unknown"}[point["holds"]],
+            ]
+        )
+    return [f"The token budget at {per_second(trade_off['rate'])} requests/s:", *aligned(rows)]
+
+
+def verdict_lines(tune: Mapping[str, Any]) -> list[str]:
+    """What to do, and why."""
+    evidence, best, found = tune["evidence"], tune["best"], tune["found"]
+    if not evidence["believed"]:
+        if found is None:
+            return [f"{SAME}: {evidence['why']}."]
+        changes = {name: [tune["present"]["settings"][name], value] for name, value in found["settings"].items()}
+        changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
+        promised = [one["limit"] for one in tune["candidates"] if one["limit"]][-1]
+        hoped = f"{setting_words(changes)} promised {_limit(promised)}, but {evidence['why']}"
+        return [f"{SAME}: {hoped}."]
+    gain = f": {evidence['gain']:.2f} times the limit" if evidence["gain"] is not None else ""
+    lines = [
+        f"Better for these targets: {setting_words(best['changes'])}{gain}; {evidence['why']}.",
+    ]
+    flags = " ".join(f"--{name.replace('_', '-')} {_flag(name, new)}" for name, (_, new) in best["changes"].items())
+    if tune["applied"]:
+        return [*lines, f"They hold now, until the server is started again; from then on with {flags}."]
+    return [*lines, f"They were not kept. From the next start on: {flags}; a server of --url keeps them with --apply."]
+
+
+def _flag(name: str, value: Any) -> Any:
+    return "none" if name == "long_prefill_token_threshold" and not value else value

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 pytestmark = IN_A_BROWSER
 
 PAGES = (
-    "/", "/ops", "/ops/history", "/ops/requests", "/ops/requests/1", "/admin", "/admin/keys", "/docs",
-    "/login", "/missing",
+    "/", "/ops", "/ops/history", "/ops/requests", "/ops/requests/1", "/admin", "/admin/keys",
+    "/admin/recordings", "/docs", "/login", "/missing",
 )  # fmt: skip
 SCHEMES = ("light", "dark")
 

@@ -36,7 +36,7 @@ START_SECONDS = 180
 PAGES = {
     "chat": "/", "talk": "/", "ops": "/ops", "requests": "/ops/requests", "request": "/ops/requests/{number}?tokens=1",
     "history": "/ops/history?range=900", "limit": "/ops/limit", "admin": "/admin", "keys": "/admin/keys",
-    "docs": "/docs", "login": "/login", "missing": "/missing",
+    "recordings": "/admin/recordings", "docs": "/docs", "login": "/login", "missing": "/missing",
 }  # fmt: skip
 ANSWER = """Three things happen in every step:
 

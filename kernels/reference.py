@@ -34,6 +34,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * scale * weight.float()).to(x.dtype)
 
 
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add x to the residual stream [N, E], in place; gives the sum normalized before it is rounded, in x's dtype."""
+    total = x.float() + residual.float()
+    residual.copy_(total)
+    return rms_norm(total, weight, eps).to(x.dtype)
+
+
 def rope(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Rotate each pair of neighbouring elements of each head by the position's angle.
 
@@ -89,6 +96,44 @@ def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor, 
     for token, (block_id, offset) in enumerate(zip(block_ids.tolist(), offsets.tolist(), strict=True)):
         new = kv[token].float()
         kv_cache[block_id, :, :, offset] = to_lines(new) if kv_cache.dtype == torch.int8 else new.to(kv_cache.dtype)
+
+
+def rope_kv_write(
+    qkv: torch.Tensor,
+    rotations: torch.Tensor,
+    positions: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Rotate queries in place, and put rotated keys and values into their slots of the paged cache.
+
+    Args:
+        qkv: [N, H + 2 * KVH, D], queries, keys, values; elements 2i and 2i+1 of a head are a pair.
+        rotations: [P, D/2, 2] float32, cosine and sine of each position's angles.
+        positions: [N] int32.
+        kv_cache: [blocks, 2, KVH, block_size, D], changed in place.
+        slots: [N] int32, block id times block size plus the place in the block; -1 writes nothing.
+        scales: [2, KVH] float32, what the cache's numbers will be multiplied with; for a cache of eight-bit floats.
+    """
+    kv_heads, block_size = kv_cache.shape[2:4]
+    num_heads = qkv.shape[1] - 2 * kv_heads
+    rotation = torch.view_as_complex(rotations.contiguous())[positions.long()]
+    rotated = rope(qkv[:, : num_heads + kv_heads].float(), rotation)
+    new = torch.stack((rotated[:, num_heads:], qkv[:, num_heads + kv_heads :].float()), dim=1)  # [N, 2, KVH, D]
+    if scales is not None:
+        new = (new / scales[:, :, None]).clamp(-448, 448)
+    qkv[:, :num_heads] = rotated[:, :num_heads].to(qkv.dtype)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            kv_cache[slot // block_size, :, :, slot % block_size] = new[token].to(kv_cache.dtype)
+
+
+def copy_blocks(kv_cache: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    """Copy blocks of a cache [blocks, …], in place: ids [C] int32, of which no destination is a source."""
+    for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+        kv_cache[destination] = kv_cache[source]
 
 
 def paged_attention(

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import trio
 from quart import Response, g, redirect, request
@@ -70,6 +70,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("relevo.http")
 
 NUM_EVENTS: Final = 20
+# What people type into the address line. With a slash at the end each leads to itself; no other route does.
+PAGES: Final = frozenset(
+    {
+        "/ops", "/ops/history", "/ops/limit", "/ops/limit/compare", "/ops/limit/<search_id>", "/ops/requests",
+        "/ops/requests/<number>", "/admin", "/admin/keys", "/admin/recordings", "/docs", "/login",
+    }
+)  # fmt: skip
 # No foreign or inline script, no frame around a page, no guessing at types.
 SECURITY_HEADERS: Final = {
     "Content-Security-Policy": (
@@ -174,7 +181,9 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
         g.request_id = choose_request_id(request.headers.get(HEADER))
         rule = request.url_rule
         if rule is None:
-            return None  # no route: 404 or 405, which tell nothing
+            page = _page_meant(app)
+            # Else there is no route: 404 or 405, which tell nothing. Whether the page is shown, its own route says.
+            return None if page is None else redirect(page, 308)
         methods = rule.methods or set()
         if request.method == "OPTIONS":
             allowed = {"Allow": ", ".join(sorted(methods)), **cors.preflight_headers(request, methods)}
@@ -206,6 +215,20 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
         if g.get("metered"):
             response.headers.update(context.limits.headers(g.who, trio.current_time()))
         return response
+
+
+def _page_meant(app: QuartTrio) -> str | None:
+    """The address of a page that was asked for with a slash behind it."""
+    path = request.path.removesuffix("/")
+    adapter = app.create_url_adapter(request)
+    if path == request.path or request.method not in ("GET", "HEAD") or adapter is None:
+        return None
+    try:
+        rule, _ = adapter.match(path, "GET", return_rule=True)
+    except HTTPException:
+        return None
+    asked = request.query_string.decode("latin-1")
+    return quote(path) + (f"?{asked}" if asked else "") if rule.rule in PAGES else None
 
 
 def _install_errors(app: QuartTrio, context: Context, pages: Environment) -> None:

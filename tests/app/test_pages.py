@@ -12,10 +12,11 @@ import trio
 
 from app.assets import static_dir, templates_dir
 from app.audit import AuditEntry, AuditLog
+from app.http import create_app
 from app.preview import Situation
 from app.render.tuning import admin_variables, list_history
 from engine.config import Limits
-from tests.app.serving import chat_body, make_settings, open_server
+from tests.app.serving import CHAT, chat_body, make_settings, open_server
 
 if TYPE_CHECKING:
     from tests.app.serving import Server
@@ -245,6 +246,29 @@ async def test_pages_ask_for_a_login_where_there_is_a_token() -> None:
         refused = await server.client.post("/login", data={"token": "<i>x", "next": "/ops"})
         assert refused.status_code == 401
         assert "aria-invalid" in refused.text
+
+
+async def test_a_slash_behind_a_page_leads_to_it_and_behind_nothing_else() -> None:
+    async with open_server() as server:
+        await server.client.post(CHAT, json=chat_body(max_tokens=1))
+        rules = [rule for rule in create_app(server.context).url_map.iter_rules() if "GET" in (rule.methods or ())]
+        for rule in rules:
+            path = rule.rule.replace("<number>", "1").replace("<path:name>", "fake").rstrip("/")
+            if "<" in path or path.endswith("/events"):
+                continue
+            answer = await server.client.get(path, headers=HTML)
+            slashed = await server.client.get(f"{path}/?window=1&x=%0d%0a", headers=HTML)
+            if answer.status_code == 200 and "<!doctype html>" in answer.text and path:
+                assert slashed.status_code == 308, path
+                assert slashed.headers["location"] == f"{path}?window=1&x=%0d%0a"
+                assert (await server.client.head(f"{path}/")).status_code == 308
+            else:
+                assert slashed.status_code == (404 if path else 200), path
+        # Two slashes at the beginning are one to every route; in an address to go to they would name another host.
+        assert (await server.client.get(f"{server.url}//ops/")).headers["location"] == "/ops"
+        for path in ("/ops//", "/ops/requests/1/abort/", "/v1/chat/completions/", "/admin/keys/1/", "/x/"):
+            assert (await server.client.get(server.url + path)).status_code == 404, path
+        assert (await server.client.post("/login/", data={})).status_code == 404
 
 
 async def test_an_unknown_address_is_a_page_for_people() -> None:

@@ -161,9 +161,10 @@ function messagesFor(exchange) {
 }
 
 async function ask(exchange, view) {
-  const own = running = { control: new AbortController(), chat, exchange, progress: new Progress(), seat: "" };
+  const messages = messagesFor(exchange);
+  const own = running = { control: new AbortController(), chat, exchange, progress: new Progress(messages.length === 1), seat: "" };
   const { control, progress } = own;
-  const body = requestBody(page.dataset.model, messagesFor(exchange));
+  const body = requestBody(page.dataset.model, messages);
   view.item.classList.add("writing");
   $("live").setAttribute("aria-busy", "true");
   facts(view, ["waiting for the first token"]);
@@ -207,7 +208,7 @@ async function read(own, view, body) {
   const response = await fetch("/v1/chat/completions", {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: control.signal,
   });
-  if (!response.ok) return refusalOf(response);
+  if (!response.ok) return refusalOf(response, progress.isFirst);
   let painted = false;
   const draw = () => {
     painted = false;

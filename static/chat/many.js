@@ -83,7 +83,7 @@ export class Many {
     const response = await fetch("/chat/many", {
       method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ requests }), signal: control.signal,
     });
-    if (!response.ok) return refusalOf(response);
+    if (!response.ok) return refusalOf(response, true);
     for await (const { type, data } of events(response.body)) {
       if (type !== "") this.panes[Number(type)]?.take(data);
       else if (data === "[DONE]") return null;
@@ -106,7 +106,7 @@ export class Many {
 
 class Pane {
   constructor(question, index) {
-    this.progress = new Progress();
+    this.progress = new Progress(true);
     this.isOver = false;
     this.isPainting = false;
     this.seat = "";

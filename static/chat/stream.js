@@ -23,9 +23,10 @@ export async function* events(body) {
   }
 }
 
-// What has come of one answer.
+// What has come of one answer; `isFirst`: nothing was said before the message that it answers.
 export class Progress {
-  constructor() {
+  constructor(isFirst) {
+    this.isFirst = isFirst;
     this.begun = performance.now();
     this.id = null;
     this.text = "";
@@ -94,7 +95,7 @@ export class Progress {
   failure(stopped) {
     if (this.error) {
       const { error, status, retry_after: wait } = this.error;
-      return this.first === null && status ? refusal(status, error, wait)
+      return this.first === null && status ? refusal(status, error, { wait, isFirst: this.isFirst })
         : { words: `The answer broke off: ${error.message}`, again: true };
     }
     if (this.isDone || stopped) return null;
@@ -102,8 +103,11 @@ export class Progress {
   }
 }
 
-// Why a request was refused and what to do about it. `again`: whether asking the same once more can help.
-export function refusal(status, error, wait) {
+// Why a request was refused and what to do about it. `again`: whether asking the same once more can help; `isFirst` as
+// of `Progress`.
+export function refusal(status, error, { wait, isFirst }) {
+  const what = isFirst ? "This message" : "This conversation";
+  const shorter = isFirst ? "Edit it and make it shorter." : "Start a new chat, or edit a message and make it shorter.";
   const soon = wait ? ` in about ${wait} s` : " in a moment";
   switch (error.code) {
     case "queue_full":
@@ -114,24 +118,23 @@ export function refusal(status, error, wait) {
       return { words: `${error.message} Your message is kept; try again later.`, again: true };
     case "context_length_exceeded":
       return {
-        words: "This conversation has become longer than the model can read" +
-          (error.prompt_tokens ? ` (${error.prompt_tokens} tokens, ${error.capacity} fit)` : "") +
-          ". Start a new chat, or edit a message and make it shorter.", again: false,
+        words: `${what} ${isFirst ? "is" : "has become"} longer than the model can read` +
+          (error.prompt_tokens ? ` (${error.prompt_tokens} tokens, ${error.capacity} fit)` : "") + `. ${shorter}`, again: false,
       };
   }
   switch (status) {
     case 401: return { words: "A key is needed. Your message is kept; sign in and try again.", again: true, signIn: true };
     case 408: return { words: "The answer did not come in time. Try again, or ask for a shorter one.", again: true };
-    case 413: return { words: "This conversation is larger than the server takes. Start a new chat, or edit a message and make it shorter.", again: false };
+    case 413: return { words: `${what} is larger than the server takes. ${shorter}`, again: false };
     case 429: return { words: `${error.message || "Too many requests."} Your message is kept.`, again: true };
   }
   return { words: error.message || `The server answered with status ${status}. Your message is kept.`, again: status >= 500 };
 }
 
 // Why an answer that is no stream was given.
-export async function refusalOf(response) {
+export async function refusalOf(response, isFirst) {
   const { error = {} } = await response.json().catch(() => ({}));
-  return refusal(response.status, error, response.headers.get("Retry-After"));
+  return refusal(response.status, error, { wait: response.headers.get("Retry-After"), isFirst });
 }
 
 export const UNREACHABLE = { words: "The server cannot be reached. Your message is kept; try again when it is back.", again: true };

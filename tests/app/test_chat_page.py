@@ -359,8 +359,8 @@ def test_errors_are_told_in_words_and_nothing_is_lost(page: Page, base: str) -> 
     page.goto(base)
     failure = ask(page, "x" * 600, 5).locator(".failure")
     failure.wait_for()
-    assert "longer than the model can read" in failure.inner_text()
-    assert "edit a message" in failure.inner_text()
+    assert "This message is longer than the model can read" in failure.inner_text()
+    assert "Edit it and make it shorter." in failure.inner_text()
     for status, code, wait, words in (
         (503, "queue_full", 12, "The server is full and takes no more.*try again in about 12 s"),
         (503, "draining", 5, "no.*try again later"),
@@ -382,6 +382,19 @@ def test_errors_are_told_in_words_and_nothing_is_lost(page: Page, base: str) -> 
     page.unroute(CHAT)
     failure.get_by_role("button", name="Try again").click()
     assert "12 prompt tokens" in told(page.locator("#log .assistant").last, "5 tokens")
+
+
+def test_a_server_that_is_gone_is_told_of_at_the_top_until_it_is_back(page: Page) -> None:
+    with server() as (url, process):
+        page.goto(url)
+        until(page, "document.querySelector('#state .word').textContent === 'ready'")
+        process.kill()
+        process.wait()
+        ask(page, "hello", 5).locator(".failure").get_by_text("cannot be reached").wait_for()
+        until(page, "document.querySelector('#state').textContent.includes('unreachable')")
+        with server(port=int(url.rsplit(":", 1)[1])):
+            page.evaluate("document.body.dispatchEvent(new Event('chat-changed'))")
+            until(page, "document.querySelector('#state .word').textContent === 'ready'")
 
 
 def test_half_an_answer_is_not_taken_for_a_whole_one(page: Page, base: str) -> None:

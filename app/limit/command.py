@@ -100,7 +100,7 @@ class Looking:
         self._source = replace(source, max_model_len=endpoint.context)
         self._report = report
         self._began = time.monotonic()
-        self._gone = ""
+        self._gone, self._num_others = "", 0
 
     def find(self) -> Outcome:
         """Measure one user, the capacity, and then rates.
@@ -123,7 +123,9 @@ class Looking:
         options = self._options
         if options.factor is not None:
             self._check_lengths(options.factor)
-        seats = int(self._endpoint.metrics().get("max_num_seqs", 0)) or self._endpoint.seats
+        told = self._endpoint.metrics()
+        self._num_others = int(told.get("num_requests_running", 0) + told.get("num_requests_waiting", 0))
+        seats = int(told.get("max_num_seqs", 0)) or self._endpoint.seats
         streams = options.streams or seats or DEFAULT_STREAMS
         first = options.factor or max(self._source.least_factor(), FIRST_FACTOR)
         closed = self._measure(first, 1).closed(
@@ -229,6 +231,9 @@ class Looking:
         remarks = []
         if self._gone:
             remarks.append(f"The server does not answer any more ({self._gone}): it was lost in the last run.")
+        if self._num_others:
+            others = numbers.plural(self._num_others, "request")
+            remarks.append(f"The server had {others} of others when this began: the limit is of what they left.")
         if not self._endpoint.ignores_end:
             remarks.append("The server does not take ignore_eos: answers may be shorter than was asked for.")
         if self._endpoint.hides_metrics:

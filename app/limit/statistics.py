@@ -162,7 +162,8 @@ def _growth_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray
         return np.zeros(len(picks))
     before, after = (_medians(wait[part], picks[:, block[part]]) for part in (slice(0, quarter), slice(-quarter, None)))
     doubled = np.divide(after, 2 * before, out=np.full(len(picks), np.inf), where=before > 0)
-    return np.where(after > before, np.minimum(doubled, (after - before) / (MAX_GROWTH * passed)), 0.0)
+    grown: np.ndarray = np.where(after > before, np.minimum(doubled, (after - before) / (MAX_GROWTH * passed)), 0.0)
+    return grown
 
 
 def _medians(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -173,7 +174,8 @@ def _medians(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     # The mean of the two in the middle, as of an even number of values.
     low, high = np.argmax(reached >= half, axis=1), np.argmax(reached > half, axis=1)
     found = (values[order][low] + values[order][high]) / 2
-    return np.where(reached[:, -1] > 0, found, np.median(values))
+    medians: np.ndarray = np.where(reached[:, -1] > 0, found, np.median(values))
+    return medians
 
 
 def _log(excess: float) -> float:

@@ -6,8 +6,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from app.limit.against import against_lines
+from app.limit.remarks import NAMES
 from app.limit.runs import WANTED_SAMPLES
-from app.limit.words import NAMES, broken_words, per_second
+from app.limit.words import broken_words, per_second
 from app.render import numbers
 from app.render.curve import Curve, Limit, Point, draw_curve
 

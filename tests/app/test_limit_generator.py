@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import pytest
 from app.limit import dispatch, over_http
 from app.limit.dispatch import COMMAND, Job, Planned, Told, run_job
 from app.limit.endpoint import Endpoint
-from app.limit.exchange import NOT_FINISHED, Answer
+from app.limit.exchange import NOT_FINISHED, Answer, Exchange
 from app.limit.generator import Generator
 from app.limit.lengths import Ranges
 from app.limit.load import Source, WorkClass
@@ -246,6 +247,52 @@ def test_the_process_ends_with_its_standard_input() -> None:
         process.stdin.close()
         assert process.wait(10) == 0
         process.stdout.close()
+
+
+@pytest.mark.slow
+def test_half_a_job_ends_the_process_without_a_word() -> None:
+    done = subprocess.run(COMMAND, input='{"host": "x"', capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_of_several_addresses_that_is_taken_at_which_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_endpoint() as (url, _):
+        asked = job(url, [0.0])
+        real, hosts = socket.getaddrinfo, ("127.0.0.2", "127.0.0.1")
+        places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, asked.port)) for host in hosts]
+
+        def look_up(host: str, *args: Any, **options: Any) -> Any:
+            return places if host == "two.example" else real(host, *args, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        told = run_inside(replace(asked, host="two.example"))
+    assert [answer.error for answer in told.answers] == [""]
+
+
+class Transport(asyncio.WriteTransport):
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Into nowhere."""
+
+
+def test_a_response_ends_with_its_last_chunk_and_not_with_a_text_that_looks_like_it() -> None:
+    ended: list[str] = []
+    exchange = Exchange(b"", [], ended.append)
+    exchange.connection_made(Transport())
+    for data in (b"HTTP/1.1 200 OK\r\n\r\n", b": ping - 2026-01-31 12:00:00+00:00\r\n\r\n", b"\r\n0\r\n"):
+        exchange.data_received(data)
+        assert ended == []
+    exchange.data_received(b"\r\n")
+    exchange.connection_lost(None)
+    assert ended == [""]
+
+
+def test_a_response_without_an_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.limit.exchange.MAX_BYTES", 100)
+    ended: list[str] = []
+    exchange = Exchange(b"", [], ended.append)
+    for _ in range(4):
+        exchange.data_received(b"x" * 30)
+    assert ended == ["more than 64 MiB came"]
 
 
 @pytest.mark.slow

@@ -96,11 +96,18 @@ def test_policies_that_cannot_be_compared_are_wrong_use(run: Any, word: str) -> 
     assert "two or more of static, dynamic, continuous" in err
 
 
-@pytest.mark.parametrize("other", [("--url", "http://x"), ("--policy", "static")])
-def test_policies_are_those_of_a_server_that_is_started(run: Any, other: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (("--url", "http://x"), "leave --url and --policy out"),
+        (("--policy", "static"), "leave --url and --policy out"),
+        (("--tune",), "either --tune or --policies"),
+    ],
+)
+def test_policies_are_those_of_a_server_that_is_started(run: Any, other: tuple[str, ...], said: str) -> None:
     code, _, err = run("limit", "--policies", "static,continuous", *other)
     assert (code, err.count("\n")) == (2, 1)
-    assert "leave --url and --policy out" in err
+    assert said in err
 
 
 @pytest.mark.slow

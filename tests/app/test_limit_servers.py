@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -15,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.limit.asking import MAX_CHARS, ask, one_line, what_is_wrong
-from app.limit.command import Looking
-from app.limit.endpoint import EndpointError, find_endpoint
+from app.limit.command import Looking, ended_like_a_key
+from app.limit.endpoint import Endpoint, EndpointError, find_endpoint
 from app.limit.exchange import Answer, has_text, read_whole, tokens_per_character
 from app.limit.options import Options, make_source
 from app.limit.scrapes import Observed, bound_by, observe, values_of
@@ -150,6 +152,28 @@ def test_too_many_at_once_and_too_long_prompts_are_told_with_what_to_do() -> Non
         behaviour.refused = ("made-up",)
         with pytest.raises(EndpointError, match=r"with 4 at once; if prompts are too long .* --context"):
             look.find()
+
+
+def test_requests_of_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter([{"num_requests_running": 2.0, "num_requests_waiting": 1.0}])
+    with open_endpoint() as (url, _):
+        look, _ = looking(url)
+        monkeypatch.setattr(Endpoint, "metrics", lambda _self: next(told, {}))
+        outcome = look.outcome(look.prepare(), [])
+    assert "The server had 3 requests of others when this began: the limit is of what they left." in outcome.remarks
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ended_like_a_key():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 MODELS = {

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "1000"))
 NUM_PARTS = 10
-# What is remembered of requests, steps and samples is bounded, and fills slowly; it is nearly full after so many parts.
-WARM_UP = 7
+# What is remembered of requests, steps, samples and changes is bounded, and fills in the first half.
+WARM_UP = NUM_PARTS // 2 - 1
 LAG_SLEEP_SECONDS = 0.01
 MIB = 1 << 20
 

@@ -65,8 +65,8 @@ def line_of(sequence: Sequence, scheduler: Scheduler, now: float) -> dict[str, A
         "prompt_tokens": sequence.num_prompt_tokens,
         "computed_tokens": sequence.num_computed_tokens,
         "output_tokens": sequence.num_output_tokens,
-        "age_seconds": round(now - sequence.arrival_time, 3),
-        "ttft_seconds": None if first is None else round(first - sequence.arrival_time, 4),
+        "age_seconds": round(now - sequence.arrival_time, 6),
+        "ttft_seconds": None if first is None else round(first - sequence.arrival_time, 6),
         "num_preemptions": sequence.num_preemptions,
     }
 

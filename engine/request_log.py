@@ -326,9 +326,9 @@ def as_line(record: RequestRecord, now: float) -> dict[str, Any]:
         "cached_tokens": record.num_cached_tokens,
         "output_tokens": record.num_output_tokens,
         "num_preemptions": record.num_preemptions,
-        "age_seconds": round(now - record.arrival, 3),
-        "ttft_seconds": None if ttft is None else round(ttft, 4),
-        "e2e_seconds": None if record.closed is None else round(record.closed - record.arrival, 4),
+        "age_seconds": _told(now - record.arrival),
+        "ttft_seconds": None if ttft is None else _told(ttft),
+        "e2e_seconds": None if record.closed is None else _told(record.closed - record.arrival),
     }
 
 
@@ -350,8 +350,8 @@ def as_life(record: RequestRecord, now: float, last_step: int) -> dict[str, Any]
                 "seat": None if span.seat < 0 else span.seat,
                 "steps": [span.first_step, None if span.ended is None else span.last_step],
                 "tokens": span.tokens + _tokens_of_open(span, last_step),
-                "at_seconds": round(span.began - arrival, 4),
-                "seconds": None if span.ended is None else round(span.ended - span.began, 4),
+                "at_seconds": _told(span.began - arrival),
+                "seconds": None if span.ended is None else _told(span.ended - span.began),
             }
             for span in record.spans
         ],
@@ -368,7 +368,7 @@ def _times(record: RequestRecord, until: float) -> dict[str, float | None]:
     def spent(begin: float | None, end: float | None, stall: float = 0.0) -> float | None:
         if begin is None:
             return None
-        return round(max(0.0, (until - lost if end is None else end) - begin - stall), 4)
+        return _told(max(0.0, (until - lost if end is None else end) - begin - stall))
 
     return {
         "queue_seconds": spent(record.arrival, record.first_seated),
@@ -381,3 +381,8 @@ def _times(record: RequestRecord, until: float) -> dict[str, float | None]:
 def _tokens_of_open(span: Span, last_step: int) -> int:
     """What a decode that goes on has given in its steps, one in each."""
     return max(0, last_step - span.first_step + 1) if span.phase == "decode" and span.ended is None else 0
+
+
+def _told(seconds: float) -> float:
+    """In microseconds: pages round to what they show, and what was rounded before would be another number there."""
+    return round(seconds, 6)

@@ -140,10 +140,11 @@ class Scheduling:
         self.turn_started = trio.current_time()
         await self._apply_commands()
         self._recovery.raise_limits(self.turn_started)
-        batch = self.scheduler.schedule(trio.current_time())
+        planned = trio.current_time()
+        batch = self.scheduler.schedule(planned)
         if not batch.is_empty:
             self.batch = batch
-            await self._tell(await self._step(batch))
+            await self._tell(await self._step(batch, planned))
             if self._recovery.is_trying:
                 await self._look_at_trial()
         elif self.scheduler.look_again_at is not None:
@@ -173,8 +174,8 @@ class Scheduling:
         except trio.WouldBlock:
             await self._results.send(result)
 
-    async def _step(self, batch: ScheduledBatch) -> StepResult:
-        planned = trio.current_time()
+    async def _step(self, batch: ScheduledBatch, planned: float) -> StepResult:
+        started = trio.current_time()
         record = StepRecord.of(self.scheduler, batch, planned)
         self.log.append(record)
         output = await self._call(partial(self._runner.execute, batch))
@@ -185,10 +186,10 @@ class Scheduling:
         self.scheduler.update(batch, output, finished, update)
         self.log.note(output)
         self._let_go(update, finished)
-        self._stats.record_step(finished, finished - planned, batch.num_tokens)
+        self._stats.record_step(finished, finished - started, batch.num_tokens)
         num_read = self.scheduler.counters.num_prompt_tokens - self._stats.num_prompt_tokens
         is_full = len(batch) >= self.scheduler.limits.max_num_seqs or bool(self.scheduler.num_waiting)
-        self._stats.record_prompt(finished, num_read, finished - planned, is_full=is_full)
+        self._stats.record_prompt(finished, num_read, finished - started, is_full=is_full)
         if batch.step % self._check_steps == 0:
             _check(self.scheduler.check_sums)
         self.batch, self._update = None, StepUpdate.empty()

@@ -13,6 +13,7 @@ from engine.config import Limits
 from engine.handle import GenerationRequest, TextPrompt, TokensPrompt
 from engine.report import MAX_LISTED_WAITING
 from engine.request_log import MAX_KEPT_TOKENS, MAX_SPANS, RequestLog, as_life
+from engine.scheduler import Scheduler
 from engine.sequence import SamplingParams, Sequence
 from engine.step_log import SHOWN_STEPS, StepLog, StepRecord
 from tests.fakes import FakeRunner, Poison, fake_config, open_fake_engine, read_deltas
@@ -250,6 +251,29 @@ async def test_what_a_preemption_cost_is_told_once(autojump_clock: MockClock) ->
             await engine.wait_idle()
             await trio.sleep(1)
         assert engine.snapshot()["preemptions_by_reason"] == {"kv_memory": 0, "better_right": 1}
+
+
+async def test_what_is_told_in_two_places_is_one_time(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long planning takes, and however many digits are shown."""
+    schedule = Scheduler.schedule
+
+    def plan_slowly(self: Scheduler, now: float) -> ScheduledBatch:
+        autojump_clock.jump(0.0021234)
+        return schedule(self, now)
+
+    monkeypatch.setattr(Scheduler, "schedule", plan_slowly)
+    async with open_fake_engine(step_seconds=0.0184999) as engine:
+        handle = engine.submit(ask("a", 10, 3))
+        await read(handle)
+        told = (await lives(engine))["a"]
+    queued, chunk, answer = told["spans"]
+    times = told["times"]
+    assert times["queue_seconds"] == queued["seconds"] == chunk["at_seconds"]
+    assert times["prefill_seconds"] == chunk["seconds"] == 0.020623
+    assert times["decode_seconds"] == answer["seconds"]
+    assert told["ttft_seconds"] == answer["at_seconds"]
 
 
 async def test_of_very_many_that_wait_some_are_told_one_by_one(autojump_clock: MockClock) -> None:

@@ -192,6 +192,13 @@ class RequestLog:
                     record.spans[-1].tokens += len(accepted.get(row, ()))
         self.last_step, self._last_time = step, finished
 
+    def skip(self, sequence_ids: Iterable[int]) -> None:
+        """Of those that decode these got no token from the last step, as they do from every other."""
+        for sequence_id in sequence_ids:
+            record = self._open.get(sequence_id)
+            if record is not None and record.spans[-1].phase == "decode" and record.spans[-1].ended is None:
+                record.spans[-1].tokens -= 1
+
     def preempt(self, sequence_ids: Iterable[int], now: float) -> None:
         """These have lost their seat between two steps, or in one that was never told of."""
         step = self.last_step + 1

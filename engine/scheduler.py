@@ -189,8 +189,8 @@ class Scheduler:
 
         Whoever was at its end when something broke is added to `update`.
         """
+        self._outcomes.begin_anew()  # first: a queue counts the tokens of those that wait in it
         lost = self._members.begin_anew()
-        self._outcomes.begin_anew()
         self.kv_cache.begin_anew(self._live.values())
         self._begin_batches()
         for sequence in [s for s in self._live.values() if s.num_output_tokens]:

@@ -12,17 +12,18 @@ import trio
 from engine.batch import Ending, StepUpdate
 from engine.errors import EngineError
 from engine.faults import IntegrityError, let_go
+from engine.flight import Flight
 from engine.messages import Add, End, SetLimits, StepResult
 from engine.panics import without_panic
 from engine.recovery import Recovery
 from engine.sequence import FinishReason
-from engine.step_log import StepLog, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engine.batch import ScheduledBatch
+    from engine.batch import StepOutput
     from engine.faults import Notice
+    from engine.flight import UnderWay
     from engine.messages import Command, Result
     from engine.request_log import RequestLog
     from engine.scheduler import Scheduler
@@ -55,6 +56,8 @@ FAREWELL_SECONDS = 1.0
 class Scheduling:
     """Plans a step, has it executed, applies what came back. Nobody else touches the scheduler's state.
 
+    Where the runner and the scheduler can, a step is launched before what came of the one before it is read.
+
     What fails in one of these is no end: see `engine.recovery`.
 
     Args:
@@ -68,9 +71,9 @@ class Scheduling:
         notify: told of faults and what was done about them.
 
     Attributes:
-        step_started: when the step under way began; `None` between two steps.
+        step_started: since when a step is waited for; `None` between two steps.
         turn_started: when it was last seen to that the next step is planned.
-        batch: the step that is planned, computed or applied now.
+        log: the last steps.
         broken: why nothing can be computed any more; `None` while it can.
     """
 
@@ -86,10 +89,8 @@ class Scheduling:
         notify: Callable[[Notice], None],
     ) -> None:
         self.scheduler = scheduler
-        self.log = StepLog()
         self.step_started: float | None = None
         self.turn_started = trio.current_time()
-        self.batch: ScheduledBatch | None = None
         self.broken: str | None = None
         self._runner = runner
         self._stepper = stepper
@@ -98,7 +99,9 @@ class Scheduling:
         self._stats = stats
         self._requests = requests
         self._recovery = Recovery(scheduler, stats, notify)
-        self._update = StepUpdate.empty()  # of `batch`, as far as it was applied
+        self._flight = Flight(scheduler, stats, requests)
+        self.log = self._flight.log
+        self._current: UnderWay | None = None  # that is launched, waited for or applied now
         self._command: Command | None = None  # that is being applied
         self._check_steps = max(CHECK_STEPS, scheduler.kv_cache.pool.num_blocks // BLOCKS_PER_CHECK_STEP)
         self._checked = self.turn_started
@@ -109,11 +112,14 @@ class Scheduling:
         Raises:
             EngineError: nothing can be computed any more, whatever it is.
         """
-        while True:
-            try:
-                await self._turn()
-            except Exception as error:
-                await self._cope(error)
+        try:
+            while True:
+                try:
+                    await self._turn()
+                except Exception as error:
+                    await self._cope(error)
+        finally:
+            await self._leave()
 
     def stall(self, now: float) -> str | None:
         """What does not come to its end although it should have: a step, or what is between two steps."""
@@ -128,8 +134,9 @@ class Scheduling:
 
     def _patience(self, now: float) -> float:
         """Seconds that the step under way may take."""
-        stats, batch = self._stats, self.batch
+        stats = self._stats
         recent = stats.step_seconds.summary(now)
+        batch = self._flight.steps[0].batch if self._flight else None
         num_tokens = 0 if batch is None else batch.num_tokens + batch.num_padding_tokens
         if (recent["count"] or 0) < ENOUGH_STEPS:
             return UNKNOWN_STALL_SECONDS + UNKNOWN_STALL_TOKEN_SECONDS * num_tokens
@@ -140,14 +147,42 @@ class Scheduling:
         self.turn_started = trio.current_time()
         await self._apply_commands()
         self._recovery.raise_limits(self.turn_started)
-        planned = trio.current_time()
-        batch = self.scheduler.schedule(planned)
-        if not batch.is_empty:
-            self.batch = batch
-            await self._tell(await self._step(batch, planned))
-            if self._recovery.is_trying:
-                await self._look_at_trial()
-        elif self.scheduler.look_again_at is not None:
+        if self._runner.overlaps and self.scheduler.may_overlap and not self._recovery.is_trying:
+            await self._turn_ahead()
+        else:
+            await self._turn_by_turn()
+
+    async def _turn_by_turn(self) -> None:
+        """Plan a step, have it computed, apply what came of it."""
+        while self._flight:
+            await self._tell(await self._collect())
+        step = self._plan()
+        if step is None:
+            await self._rest()
+            return
+        self._current = step
+        output = await self._call(partial(self._runner.execute, step.batch))
+        await self._tell(self._finish(output))
+        if self._recovery.is_trying:
+            await self._look_at_trial()
+
+    async def _turn_ahead(self) -> None:
+        """Plan a step and have it launched; only then wait for the one before it."""
+        step = self._plan()
+        if step is not None:
+            self._current = step
+            self.scheduler.launched(step.batch)
+            step.ticket = await self._call(partial(self._runner.launch, step.batch))
+            self._current = None
+        elif not self._flight:
+            await self._rest()
+            return
+        if step is None or len(self._flight) > 1:
+            await self._tell(await self._collect())
+
+    async def _rest(self) -> None:
+        """Nothing can be computed now."""
+        if self.scheduler.look_again_at is not None:
             await self._wait(self.scheduler.look_again_at)
         elif self._recovery.is_trying:
             await self._look_at_trial(is_stuck=True)
@@ -174,34 +209,25 @@ class Scheduling:
         except trio.WouldBlock:
             await self._results.send(result)
 
-    async def _step(self, batch: ScheduledBatch, planned: float) -> StepResult:
-        started = trio.current_time()
-        record = StepRecord.of(self.scheduler, batch, planned)
-        self.log.append(record)
-        output = await self._call(partial(self._runner.execute, batch))
-        # From here to the end of this function nothing is awaited: the step's effects are applied as one.
-        finished, update = trio.current_time(), self._update
-        idle = [s for s in self.scheduler.running if s.last_step != batch.step] if record.idle else []
-        self._requests.step(batch, planned, finished, idle=idle, accepted=output.accepted)
-        self.scheduler.update(batch, output, finished, update)
-        self.log.note(output)
-        self._let_go(update, finished)
-        self._stats.record_step(finished, finished - started, batch.num_tokens)
-        num_read = self.scheduler.counters.num_prompt_tokens - self._stats.num_prompt_tokens
-        is_full = len(batch) >= self.scheduler.limits.max_num_seqs or bool(self.scheduler.num_waiting)
-        self._stats.record_prompt(finished, num_read, finished - started, is_full=is_full)
-        if batch.step % self._check_steps == 0:
-            _check(self.scheduler.check_sums)
-        self.batch, self._update = None, StepUpdate.empty()
-        return StepResult(planned, finished, update, _seated(batch), batch.preempted)
+    def _plan(self) -> UnderWay | None:
+        """The next step; `None` where there is nothing to compute."""
+        planned = trio.current_time()
+        batch = self.scheduler.schedule(planned)
+        return None if batch.is_empty else self._flight.begin(batch, planned, trio.current_time())
 
-    def _let_go(self, update: StepUpdate, now: float) -> None:
-        """The scheduler has no more of those that ended."""
-        for sequence_id, _, error in update.endings:
-            self._requests.leave(sequence_id, now)
-            if error is not None and (record := self._requests.find(sequence_id)) is not None:
-                # What stands behind a colon may quote the answer.
-                log.error("request %s ends with an error: %s", record.request_id, error.partition(":")[0])
+    async def _collect(self) -> StepResult:
+        """Wait for the oldest step under way and apply what came of it."""
+        self._current = self._flight.steps[0]
+        return self._finish(await self._call(partial(self._runner.collect, self._current.ticket)))
+
+    def _finish(self, output: StepOutput) -> StepResult:
+        """Apply what came of the oldest step. Nothing is awaited here: its effects are applied as one."""
+        result = self._flight.finish(output, trio.current_time())
+        if output.step % self._check_steps == 0:
+            _check(self.scheduler.check_sums)
+        self._flight.steps.popleft()
+        self._current = None
+        return result
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Have the stepper call something."""
@@ -228,14 +254,16 @@ class Scheduling:
 
     async def _recover(self, error: Exception) -> None:
         """Make everything anew after a fault, wherever in a turn that was; what it had done so far is told as usual."""
-        now, batch, update = trio.current_time(), self.batch, self._update
-        self.batch, self._update = None, StepUpdate.empty()
+        now, failed, abandoned = trio.current_time(), self._current, self._flight.abandon()
+        self._current = None
+        batch, update = (None, StepUpdate.empty()) if failed is None else (failed.batch, failed.update)
         lost = self._recovery.begin_anew(error, batch, update, now)
-        self._let_go(update, now)
-        preempted = lost if batch is None else [*batch.preempted, *lost]
-        self._requests.preempt(preempted, now)
+        self._flight.let_go(update, now)
+        self._requests.preempt([i for step in abandoned for i in step.batch.preempted] + lost, now)
         await self._reset()
-        await self._tell(StepResult(now, now, update, () if batch is None else _seated(batch), tuple(preempted)))
+        for step in abandoned:
+            await self._tell(StepResult(now, now, StepUpdate.empty(), step.seated, step.batch.preempted))
+        await self._tell(StepResult(now, now, update, (), tuple(lost)))
         if isinstance(self._command, End):  # it was lost with the state it could not be applied to
             await self._apply(self._command)
 
@@ -247,6 +275,14 @@ class Scheduling:
             log.exception("the runner's memory could not be made anew, which is tried once more")
             let_go(error)
             await self._call(self._runner.reset)
+
+    async def _leave(self) -> None:
+        """A step is never abandoned, also when it is over: nobody is to free memory that it computes in."""
+        for step in [step for step in self._flight.abandon() if step.ticket is not None]:
+            try:
+                await self._call(partial(self._runner.collect, step.ticket))
+            except Exception:
+                log.exception("step %d failed while the engine ended", step.batch.step)
 
     async def _look_at_trial(self, *, is_stuck: bool = False) -> None:
         now = trio.current_time()
@@ -339,10 +375,6 @@ def _check(check: Callable[[], None]) -> None:
         check()
     except RuntimeError as error:
         raise IntegrityError(str(error)) from error
-
-
-def _seated(batch: ScheduledBatch) -> tuple[tuple[int, int], ...]:
-    return tuple([(seated.sequence_id, seated.num_cached_tokens) for seated in batch.seated])
 
 
 def _ending(sequence_id: int, reason: FinishReason, now: float, why: str | None = None) -> StepResult:

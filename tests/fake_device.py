@@ -62,6 +62,10 @@ class FakeDevice(FakeRunner):
         self._is_busy_until = 0.0
         self._failure: Exception | None = None
 
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         assert not self._under_way
         return self.collect(self.launch(batch))

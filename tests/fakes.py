@@ -22,11 +22,13 @@ from engine.loaded import LoadedModel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from engine.constraint import ConstraintState
     from engine.handle import Handle
     from engine.outbox import Delta
     from engine.sequence import SamplingParams
+    from engine.stepper import Stepper
 
 EOS = 256
 CONTROL = {EOS: "<|end|>", 257: "<|user|>", 258: "<|assistant|>"}
@@ -383,8 +385,9 @@ async def open_fake_engine(
     end_after: Callable[[list[int]], int | None] | None = None,
     answer: Callable[[list[int]], Sequence[int] | None] | None = None,
     is_batch_invariant: bool = True,
+    stepper: Callable[[], AbstractAsyncContextManager[Stepper]] | None = None,
 ) -> AsyncIterator[Engine]:
-    """A real engine over the fake model; each step takes `step_seconds` of the loop's time."""
+    """A real engine over the fake model; each step takes `step_seconds` of the loop's time, or what `stepper` says."""
     config = config or fake_config()
     runner = runner or FakeRunner(num_blocks, config.block_size, end_after=end_after, answer=answer)
 
@@ -405,7 +408,7 @@ async def open_fake_engine(
     async def open_inline() -> AsyncIterator[InlineStepper]:
         yield InlineStepper(step_seconds)
 
-    async with open_engine(config, load=load, stepper=open_inline) as engine:
+    async with open_engine(config, load=load, stepper=stepper or open_inline) as engine:
         yield engine
 
 

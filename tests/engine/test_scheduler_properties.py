@@ -58,6 +58,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts: int,
         overlaps: bool,
     ) -> None:
+        if overlaps:  # as long as no rule changes it
+            policy, drafts = "continuous", 0
         answer = refrain if drafts else None
         self.simulation = Simulation(
             max_num_seqs=max_num_seqs,

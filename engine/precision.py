@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -167,7 +168,13 @@ def kernels_dir() -> Path:
 
 def _load() -> tuple[Library | None, str]:
     """The kernels, or why there are none."""
+
+    def warn(why: str) -> None:
+        hint = "XDG_CACHE_HOME names another place for it"
+        log.warning("the native kernels are compiled for this run alone, again at the next start: %s; %s", why, hint)
+
     try:
-        return load(kernels_dir(), announce=lambda: log.info("compiling the native kernels, once")), ""
+        announce = partial(log.info, "compiling the native kernels")
+        return load(kernels_dir(), announce=announce, cannot_keep=warn), ""
     except BuildError as error:
         return None, str(error)

@@ -9,11 +9,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 SOURCES = Path(__file__).parent / "native"
 # Products and sums are joined only where the source says so: a value must not depend on what surrounds it.
@@ -31,6 +32,10 @@ class DamagedError(BuildError):
     """What lies there is no library, or one of another machine; compiling again may help."""
 
 
+class UnwritableError(BuildError):
+    """The folder takes nothing; another one may."""
+
+
 def build(folder: Path, *, announce: Callable[[], None] = lambda: None) -> Path:
     """The compiled library for this source, compiler and processor; made if it is not there yet.
 
@@ -39,27 +44,49 @@ def build(folder: Path, *, announce: Callable[[], None] = lambda: None) -> Path:
         announce: called before something is compiled, which takes some seconds.
 
     Raises:
+        UnwritableError: they are not there yet, and the folder cannot be written.
         BuildError: no compiler, or it failed, or what lies there may have been put there by somebody else.
     """
     compiler = find_compiler()
-    try:
+    with running(compiler):
+        name = f"kernels-{_fingerprint(compiler)}.so"
+    with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = folder / f"kernels-{_fingerprint(compiler)}.so"
+        path = folder / name
         _check_owner(folder)
         if path.exists():
             _check_owner(path)
             return path
+        # Under its own name only when it is whole: two servers may start at once.
+        scratch = tempfile.TemporaryDirectory(dir=folder)
+    with scratch:
         announce()
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            # Under its own name only when it is whole: two servers may start at once.
-            result = Path(scratch) / "kernels.so"
+        result = Path(scratch.name) / "kernels.so"
+        with running(compiler):
             _compile([*compiler, *FLAGS, "-o", str(result), str(SOURCES / "relevo.cpp")])
+        with writing(folder):
             result.replace(path)
+    return path
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What goes wrong in the body is the folder's fault."""
+    try:
+        yield
+    except OSError as error:
+        raise UnwritableError(f"{folder} cannot be written: {(error.strerror or str(error)).lower()}") from error
+
+
+@contextmanager
+def running(compiler: list[str]) -> Iterator[None]:
+    """What goes wrong in the body is the compiler's fault."""
+    try:
+        yield
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{compiler[0]} took longer than {TIMEOUT_SECONDS} s") from error
     except OSError as error:
-        raise BuildError(f"they could not be compiled into {folder}: {error}") from error
-    return path
+        raise BuildError(f"{compiler[0]} cannot be run: {(error.strerror or str(error)).lower()}") from error
 
 
 def _compile(command: list[str]) -> None:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import tempfile
 from contextlib import suppress
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kernels.blocks import GROUP, Blocks
-from kernels.build import BuildError, DamagedError, build
+from kernels.build import BuildError, DamagedError, UnwritableError, build, writing
 from kernels.byte_lines import line_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kernels.paged_attention import AttentionRows
 
@@ -253,20 +254,39 @@ class Library:
                 raise BuildError(f"their products are wrong on this processor ({self.instructions})")
 
 
-def load(folder: Path, *, announce: Callable[[], None] = lambda: None) -> Library:
+def load(
+    folder: Path, *, announce: Callable[[], None] = lambda: None, cannot_keep: Callable[[str], None] = lambda _why: None
+) -> Library:
     """The kernels, compiled into `folder` if they are not yet, or if what lies there cannot be loaded.
+
+    Where the folder cannot be written they are compiled for this process alone.
 
     Args:
         announce: called before something is compiled.
+        cannot_keep: called in that case, with the reason.
 
     Raises:
         BuildError: this machine has to do without.
     """
+    try:
+        return _load(folder, announce)
+    except UnwritableError as error:
+        try:
+            scratch = tempfile.TemporaryDirectory(prefix="relevo-kernels-")
+        except OSError:
+            raise BuildError(f"{error}, nor is there a folder for temporary files") from error
+        cannot_keep(str(error))
+    with scratch:
+        return _load(Path(scratch.name), announce)  # what is loaded stays when its file has gone
+
+
+def _load(folder: Path, announce: Callable[[], None]) -> Library:
     path = build(folder, announce=announce)
     try:
         return Library(path)
     except DamagedError:
-        path.unlink(missing_ok=True)
+        with writing(folder):
+            path.unlink(missing_ok=True)
         return Library(build(folder, announce=announce))
 
 

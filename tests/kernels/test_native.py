@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -313,8 +315,38 @@ def test_a_compiler_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
     (tmp_path / "file").write_text("")
-    with pytest.raises(BuildError, match="could not be compiled into"):
+    with pytest.raises(building.UnwritableError, match="below cannot be written: not a directory"):
         building.build(tmp_path / "file" / "below")
+
+
+def test_where_the_folder_takes_nothing_they_are_compiled_for_this_process_alone(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose file system is read-only. Instead of compiling, what was compiled before is copied."""
+    source = next(path for path in kernels_dir().glob("kernels-*.so") if library.calls._name == str(path))
+    made: list[Path] = []
+
+    def copy(command: list[str]) -> None:
+        made.append(Path(command[command.index("-o") + 1]))
+        shutil.copy(source, made[-1])
+
+    monkeypatch.setattr(building, "_compile", copy)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "file").write_text("")
+    reasons: list[str] = []
+    found = load(tmp_path / "file" / "kernels", cannot_keep=reasons.append)
+    assert found.instructions == library.instructions
+    assert reasons == [f"{tmp_path}/file/kernels cannot be written: not a directory"]
+    assert made[0].is_relative_to(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"
+    monkeypatch.setattr(tempfile, "mkdtemp", _refuse)
+    with pytest.raises(BuildError, match="not a directory, nor is there a folder for temporary files"):
+        load(tmp_path / "file" / "kernels")
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise FileNotFoundError("No usable temporary directory found")
 
 
 def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

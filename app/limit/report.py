@@ -9,6 +9,7 @@ from markupsafe import Markup
 from app.assets import static_dir
 from app.limit.against import against_lines
 from app.limit.report_charts import charts_of
+from app.limit.report_tune import tune_variables
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.words import LATENCIES, broken_words, generator_line, limit_lines, per_second, policy_rows
 from app.render import numbers
@@ -76,20 +77,12 @@ def page_of(result: Mapping[str, Any], older: Mapping[str, Any] | None = None) -
             classes=_class_rows(result),
             policies=policy_rows(result) if "policies" in result else [],
             policy=result.get("policy"),
-            tune=_tune(result),
+            tune=tune_variables(result["tune"]) if "tune" in result else None,
             facts=_facts(result),
             generator=generator_line(result),
             remarks=result["remarks"],
         )
     )
-
-
-def _tune(result: Mapping[str, Any]) -> dict[str, Any] | None:
-    if "tune" not in result:
-        return None
-    from app.limit.report_tune import tune_variables
-
-    return tune_variables(result["tune"])
 
 
 def _lead(result: Mapping[str, Any]) -> str:
@@ -229,7 +222,10 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Model", server.get("model")),
         ("Server", ", ".join(str(value) for name, value in server.items() if name != "model" and value is not None)),
         ("Sent from", result.get("machine")),
-        ("Settings", ", ".join(f"{name} {numbers.setting(value)}" for name, value in settings.items())),
+        (
+            "Settings",
+            ", ".join(f"{name} {numbers.setting(value)}" for name, value in settings.items() if _is_told(name)),
+        ),
         ("Workload", f"{workload['name']}, lengths divided by {workload['factor']:g}"),
         ("Arrivals", f"{workload['arrivals']}{cv}, open loop"),
         ("Capacity", f"{per_second(result['capacity_requests_per_second'])} requests/s in a closed loop"),
@@ -244,3 +240,8 @@ def _observed_settings(curve: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     known = next((run["observed"] for run in curve if run["observed"]), {})
     names = {"max_num_seqs": "max_num_seqs", "token_budget": "max_num_batched_tokens"}
     return {name: known[key] for key, name in names.items() if known.get(key) is not None}
+
+
+def _is_told(setting: str) -> bool:
+    """Targets of the server's own are not those that were measured."""
+    return not setting.endswith("_p95_seconds")

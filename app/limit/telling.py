@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from app.compare.options import check_writable
 from app.limit.against import against_lines, read_result
 from app.limit.report import page_of
+from app.limit.tune_words import tune_lines
 from app.limit.words import lines_of
 from engine.errors import ConfigError
 
@@ -36,14 +37,8 @@ def tell(
     Returns:
         The exit code: 0, or 1 where there is no limit.
     """
-    lines = ["", *lines_of(result)]
-    if "tune" in result:
-        from app.limit.tune_words import tune_lines
-
-        lines += tune_lines(result["tune"])
-    if older is not None:
-        lines += against_lines(result, older)
-    for line in lines:
+    tuned = tune_lines(result["tune"]) if "tune" in result else []
+    for line in ["", *lines_of(result), *tuned, *(against_lines(result, older) if older is not None else [])]:
         echo(line)
     if json_path is not None:
         json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -66,7 +66,8 @@ def _name(one: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 def _targets(one: Mapping[str, Any]) -> str:
     given = {name: one[f"{name}_p95_seconds"] for name in NAMES}
-    return ", ".join(f"95 % of {NAMES[name]} within {seconds:g} s" for name, seconds in given.items() if seconds)
+    told = [f"95 % of {NAMES[name]} within {seconds:g} s" for name, seconds in given.items() if seconds]
+    return ", ".join(told) or "none"
 
 
 def table(curve: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h2.errors
 import h2.events
 import pytest
 import trio
 
-from app.api.envelope import CompletionEnvelope
 from app.http1 import MAX_AHEAD_BYTES
 from app.server import MAX_HEADER_BYTES
-from tests.app.serving import CHAT, COMPLETIONS, Server, chat_body, make_settings, open_server
+from tests.app.serving import CHAT, COMPLETIONS, Server, break_piece, chat_body, make_settings, open_server
 from tests.app.wire import Http1Client, Http2Client, connect, wait_for
-
-if TYPE_CHECKING:
-    from app.api.envelope import Envelope
 
 KEYS: dict[str, Any] = {
     "security": {"api_keys": ["me=mine"]},
@@ -178,16 +174,7 @@ async def test_what_is_no_http_gets_an_answer(sent: bytes, status: int, caplog: 
 
 
 async def test_over_http2_a_stream_that_broke_off_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, calls = CompletionEnvelope.piece, 0
-
-    def piece(self: Envelope, *args: Any) -> bytes:
-        nonlocal calls
-        calls += 1
-        if calls == 10:
-            raise ZeroDivisionError
-        return plain(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(CompletionEnvelope, "piece", piece)
+    break_piece(monkeypatch)
     async with open_server() as server:
         client = Http2Client(await connect(server.port))
         body = {"model": "fake", "prompt": "once", "max_tokens": 30, "stream": True}

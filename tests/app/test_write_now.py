@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -12,16 +12,12 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
-from app.api.envelope import CompletionEnvelope
 from app.api.sse import HEARTBEAT
 from app.call_scope import WRITE_NOW
 from app.connections import Connection, ConnectionConfig
-from tests.app.serving import COMPLETIONS, Driver, events, open_app, open_server
+from tests.app.serving import COMPLETIONS, Driver, break_piece, events, open_app, open_server
 from tests.bench.versus.client import EventReader
 from tests.fakes import expected_output
-
-if TYPE_CHECKING:
-    from app.api.envelope import Envelope
 
 PROMPT = "once"
 
@@ -108,16 +104,7 @@ async def test_what_a_full_socket_did_not_take_is_followed_at_once(autojump_cloc
 
 
 async def test_an_envelope_that_fails_breaks_its_own_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, calls = CompletionEnvelope.piece, 0
-
-    def piece(self: Envelope, *args: Any) -> bytes:
-        nonlocal calls
-        calls += 1
-        if calls == 10:
-            raise ZeroDivisionError
-        return plain(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(CompletionEnvelope, "piece", piece)
+    break_piece(monkeypatch)
     async with open_server() as server:
         with pytest.raises(httpx.RemoteProtocolError):
             await server.client.post(COMPLETIONS, json=body(30))

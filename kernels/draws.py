@@ -26,19 +26,33 @@ class SamplingColumns(NamedTuple):
     keys: torch.Tensor
 
 
-class Adjustments(NamedTuple):
-    """One line for each logit to be changed; no token of a row comes twice.
+class Biases(NamedTuple):
+    """One line for each logit that something is added to; no token of a row comes twice.
 
     Attributes:
         rows: [A] int32, of the logits.
         token_ids: [A] int32.
-        biases: [A] float32, added first; -inf forbids the token.
-        counts: [A] int32, how often the token stands in the answer; -1 for one that is only biased.
-        penalties: [A, 3] float32, its row's for repetition (1 for none), frequency and presence.
+        values: [A] float32; -inf forbids the token.
     """
 
     rows: torch.Tensor
     token_ids: torch.Tensor
-    biases: torch.Tensor
-    counts: torch.Tensor
+    values: torch.Tensor
+
+
+class Penalized(NamedTuple):
+    """One line for each row whose logits depend on the tokens there are already.
+
+    Attributes:
+        rows: [M] int32, of the logits.
+        seats: [M] int32, the row's line of the known tokens.
+        num_prompt_tokens: [M] int32.
+        num_tokens: [M] int32, prompt and answer.
+        penalties: [M, 3] float32, for repetition (1 for none), frequency and presence.
+    """
+
+    rows: torch.Tensor
+    seats: torch.Tensor
+    num_prompt_tokens: torch.Tensor
+    num_tokens: torch.Tensor
     penalties: torch.Tensor

@@ -6,6 +6,7 @@ Names and signatures are those of kernels/gpu/sampling.py and kernels/gpu/logits
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from kernels.noise import spread, words_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kernels.draws import Adjustments, SamplingColumns
+    from kernels.draws import Biases, Penalized, SamplingColumns
 
 
 def sample(
@@ -87,17 +88,26 @@ def apply_token_mask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tens
         logits[row, torch.from_numpy(~each).to(logits.device)] = -math.inf
 
 
-def adjust_logits(logits: torch.Tensor, adjustments: Adjustments) -> None:
-    """Bias some logits, then lower those of tokens that were seen, in place: the order is vLLM's.
+def add_biases(logits: torch.Tensor, biases: Biases) -> None:
+    """Add to some logits [R, V], in place; no token of a row comes twice."""
+    for row, token_id, value in zip(*[column.tolist() for column in biases], strict=True):
+        logits[row, token_id] += value
+
+
+def penalize(logits: torch.Tensor, token_ids: torch.Tensor, lines: Penalized) -> None:
+    """Lower the logits of tokens that there are already, in place: repetition first, as vLLM does.
 
     Args:
         logits: [R, V] float32.
-        adjustments: no token of a row comes twice.
+        token_ids: [seats, context] int32, the known tokens of each seat.
+        lines: no row comes twice.
     """
-    for row, token_id, bias, count, penalties in zip(*[column.tolist() for column in adjustments], strict=True):
-        value = np.float32(logits[row, token_id].item()) + np.float32(bias)
-        if count >= 0:
-            repetition, frequency, presence = np.array(penalties, dtype=np.float32)
+    columns = [column.tolist() for column in lines]
+    for row, seat, num_prompt, num_tokens, (repetition, frequency, presence) in zip(*columns, strict=True):
+        known = token_ids[seat, :num_tokens].tolist()
+        counts = Counter(known[num_prompt:])
+        for token_id in set(known):
+            value = float(logits[row, token_id])
             value = value / repetition if value > 0 else value * repetition
-            value -= frequency * np.float32(count) + presence * np.float32(count > 0)
-        logits[row, token_id] = float(value)
+            count = counts[token_id]
+            logits[row, token_id] = value - frequency * count - presence * (count > 0)

@@ -9,8 +9,8 @@ import torch
 
 from kernels import reference_sampling
 from kernels.bench.cases import TOLERANCE, Case, Work, assert_close
-from kernels.draws import Adjustments, SamplingColumns
-from kernels.gpu.logits import adjust_logits, apply_token_mask
+from kernels.draws import Biases, Penalized, SamplingColumns
+from kernels.gpu.logits import add_biases, apply_token_mask, penalize
 from kernels.gpu.sampling import make_scratch, sample
 
 if TYPE_CHECKING:
@@ -76,21 +76,35 @@ def make_mask(num_masks: int, num_rows: int, vocab_size: int, device: torch.devi
     return Work(run, check, masks.nbytes + num_masks * vocab_size * logits.itemsize // 2)
 
 
-def make_adjustments(num_lines: int, num_rows: int, vocab_size: int, device: torch.device) -> Work:
-    """So many lines spread over the rows: biases, penalties and both."""
+def make_biases(num_lines: int, num_rows: int, vocab_size: int, device: torch.device) -> Work:
+    """So many lines spread over the rows."""
     logits = torch.randn((num_rows, vocab_size), device=device)
     lines = torch.arange(num_lines, dtype=torch.int32, device=device)
-    penalties = torch.tensor([[1.0, 0.0, 0.0], [1.3, 0.0, 0.0], [1.0, 0.5, 0.25]], device=device)
-    adjustments = Adjustments(
-        lines % num_rows,
-        lines * 5 // num_rows % vocab_size,
-        (lines % 3 - 1).float(),
-        lines % 4 - 1,
-        penalties[torch.arange(num_lines, device=device) % 3].contiguous(),
+    values = torch.where(lines % 3 == 0, float("-inf"), lines.float() / num_lines)
+    biases = Biases(lines % num_rows, lines // num_rows * 5 % vocab_size, values)
+    run = partial(add_biases, logits, biases)
+    check = partial(_check_in_place, run, partial(reference_sampling.add_biases, biases=biases), logits)
+    return Work(run, check, 3 * lines.nbytes + 2 * 32 * num_lines)
+
+
+def make_penalties(num_lines: int, context: int, vocab_size: int, device: torch.device) -> Work:
+    """Rows with a prompt and an answer of several lengths, in which many tokens come more than once."""
+    logits = torch.randn((num_lines + 1, vocab_size), device=device)
+    token_ids = torch.randint(0, max(1, vocab_size // 2), (num_lines + 1, context), dtype=torch.int32, device=device)
+    lines = torch.arange(num_lines, dtype=torch.int32, device=device)
+    penalties = torch.tensor([[1.3, 0.0, 0.0], [1.0, 0.5, 0.25], [0.8, -0.5, 1.0]], device=device)
+    penalized = Penalized(
+        num_lines - lines,
+        lines,
+        lines * context // (2 * num_lines),
+        context - lines,
+        penalties[lines.long() % 3].contiguous(),
     )
-    run = partial(adjust_logits, logits, adjustments)
-    check = partial(_check_in_place, run, partial(reference_sampling.adjust_logits, adjustments=adjustments), logits)
-    return Work(run, check, sum(column.nbytes for column in adjustments) + 2 * 32 * num_lines)
+    counts = torch.full((num_lines, vocab_size), -7, dtype=torch.int32, device=device)
+    run = partial(penalize, logits, token_ids, penalized, counts=counts)
+    plain = partial(reference_sampling.penalize, token_ids=token_ids, lines=penalized)
+    check = partial(_check_in_place, run, plain, logits)
+    return Work(run, check, num_lines * (4 * context + 16 * vocab_size))
 
 
 def _check_in_place(run: Callable[[], object], plain: Callable[[torch.Tensor], None], logits: torch.Tensor) -> None:
@@ -108,7 +122,8 @@ def main_cases() -> list[Case]:
         for name, kinds in (("greedy and plain", PLAIN), ("top-k, top-p, min-p", FILTERED)):
             cases.append(Case("sample", f"{shape}, {name}", partial(make_draw, kinds, num_rows, vocab_size)))
     cases.append(Case("apply_token_mask", "64 of 256 × 151936", partial(make_mask, 64, 256, 151_936)))
-    cases.append(Case("adjust_logits", "32768 of 256 × 151936", partial(make_adjustments, 32_768, 256, 151_936)))
+    cases.append(Case("add_biases", "32768 of 256 × 151936", partial(make_biases, 32_768, 256, 151_936)))
+    cases.append(Case("penalize", "64 × 4096 tokens of 151936", partial(make_penalties, 64, 4096, 151_936)))
     return cases
 
 
@@ -119,5 +134,6 @@ def small_cases() -> list[Case]:
         for kinds, rows, vocab in ((PLAIN, 3, 1), (ODD, 11, 77), (PLAIN, 5, 9001), (FILTERED, 5, 8193), (ODD, 0, 5))
     ]
     cases.append(Case("apply_token_mask", "2 of 3 × 1077", partial(make_mask, 2, 3, 1077)))
-    cases.append(Case("adjust_logits", "300 of 7 × 500", partial(make_adjustments, 300, 7, 500)))
+    cases.append(Case("add_biases", "300 of 7 × 500", partial(make_biases, 300, 7, 500)))
+    cases.append(Case("penalize", "3 × 50 tokens of 40", partial(make_penalties, 3, 50, 40)))
     return cases

@@ -11,7 +11,7 @@ from kernels import reference
 from kernels.bench.cases import TOLERANCE, Case, Work, assert_close
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.block_copy import copy_blocks
-from kernels.gpu.inputs import TokenInputs, gather_inputs
+from kernels.gpu.inputs import TokenInputs, append_tokens, apply_changes, gather_inputs
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import rope_kv_write
 
@@ -141,6 +141,41 @@ def make_gather_inputs(rows: tuple[tuple[int, int], ...], context: int, block_si
     return Work(run, check, loc[-1] * 5 * 4)
 
 
+def make_apply_changes(count: int, device: torch.device) -> Work:
+    """So many numbers of three times as many."""
+    state = torch.arange(3 * count, dtype=torch.int32, device=device)
+    places = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=device) * 3 + 1
+    values = -places
+    run = partial(apply_changes, state, places, values)
+
+    def check() -> None:
+        expected = state.clone()
+        expected[places.long()] = values
+        run()
+        assert_close(state, expected, 0.0)
+
+    return Work(run, check, 12 * count)
+
+
+def make_append_tokens(count: int, context: int, device: torch.device) -> Work:
+    """A token a row, of which every fourth stands for nothing and every fifth drew none."""
+    token_ids = torch.full((count, context), -7, dtype=torch.int32, device=device)
+    rows = torch.arange(count, dtype=torch.int32, device=device)
+    seats = torch.where(rows % 4 == 3, -1, count - 1 - rows).to(torch.int32)
+    positions, drawn = rows % context, torch.where(rows % 5 == 4, -1, rows * 3).to(torch.int32)
+    run = partial(append_tokens, token_ids, seats, positions, drawn)
+
+    def check() -> None:
+        expected = token_ids.clone()
+        for seat, position, token_id in zip(seats.tolist(), positions.tolist(), drawn.tolist(), strict=True):
+            if seat >= 0:
+                expected[seat, position] = max(0, token_id)
+        run()
+        assert_close(token_ids, expected, 0.0)
+
+    return Work(run, check, 16 * count)
+
+
 def make_copy_blocks(count: int, block: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Work:
     """The first blocks over the last ones."""
     kv_cache = torch.randn((2 * count + 1, *block), device=device).to(dtype)
@@ -178,6 +213,8 @@ def main_cases() -> list[Case]:
     decode, mixed = ((799, 1),) * 256, (*((799, 1),) * 64, (0, 1024))
     for name, rows in (("256 × 1", decode), ("64 × 1 + 1024", mixed)):
         cases.append(Case("gather_inputs", name, partial(make_gather_inputs, rows, 1824, 16)))
+    cases.append(Case("apply_changes", "8192", partial(make_apply_changes, 8192)))
+    cases.append(Case("append_tokens", "256", partial(make_append_tokens, 256, 1824)))
     cases.append(
         Case("copy_blocks", "64 of 2 × 8 × 16 × 128, bf16", partial(make_copy_blocks, 64, (2, 8, 16, 128), bf16))
     )
@@ -200,4 +237,6 @@ def small_cases() -> list[Case]:
         cases.append(Case("copy_blocks", f"3, {name}", partial(make_copy_blocks, 3, (2, 1, 3, 7), dtype)))
     for rows in (((5, 1), (0, 1), (17, 1), (3, 1), (31, 1)), ((4, 3), (0, 20), (9, 1), (2, 2), (30, 2))):
         cases.append(Case("gather_inputs", f"{rows}", partial(make_gather_inputs, rows, 33, 16)))
+    cases.append(Case("apply_changes", "1030", partial(make_apply_changes, 1030)))
+    cases.append(Case("append_tokens", "130", partial(make_append_tokens, 130, 7)))
     return cases

@@ -105,3 +105,57 @@ def gather_inputs(
             block_tables.stride(0), BLOCK_SIZE=block_size, DECODE=decode, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def apply_changes_kernel(
+    state_ptr: tl.tensor, places_ptr: tl.tensor, values_ptr: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Changes from `program_id(0) * BLOCK` on."""
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < count
+    places = tl.load(places_ptr + lanes, mask=inside, other=0)
+    tl.store(state_ptr + places, tl.load(values_ptr + lanes, mask=inside, other=0), mask=inside)
+
+
+def apply_changes(state: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    """Write a few of many numbers, in place: values [C] int32 to places [C] int32 of state [S] int32, none twice."""
+    count = places.shape[0]
+    if count:
+        grid = (triton.cdiv(count, 1024),)
+        apply_changes_kernel[grid](state, places, values, count, BLOCK=1024, num_warps=4)
+
+
+@triton.jit
+def append_tokens_kernel(
+    token_ids_ptr: tl.tensor,
+    seats_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    drawn_ptr: tl.tensor,
+    count: tl.tensor,
+    token_ids_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Rows from `program_id(0) * BLOCK` on."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < count
+    seats = tl.load(seats_ptr + rows, mask=inside, other=-1)
+    places = seats.to(tl.int64) * token_ids_stride + tl.load(positions_ptr + rows, mask=inside, other=0)
+    drawn = tl.maximum(tl.load(drawn_ptr + rows, mask=inside, other=0), 0)
+    tl.store(token_ids_ptr + places, drawn, mask=inside & (seats >= 0))
+
+
+def append_tokens(token_ids: torch.Tensor, seats: torch.Tensor, positions: torch.Tensor, drawn: torch.Tensor) -> None:
+    """Write drawn tokens where the next step finds them, in place; of a row without a token, token 0.
+
+    Args:
+        token_ids: [seats, context] int32.
+        seats: [R] int32, of each row; -1 for a row that stands for nothing.
+        positions: [R] int32.
+        drawn: [R] int32; -1 for no token.
+    """
+    count = seats.shape[0]
+    if count:
+        append_tokens_kernel[(triton.cdiv(count, 128),)](
+            token_ids, seats, positions, drawn, count, token_ids.stride(0), BLOCK=128, num_warps=4
+        )

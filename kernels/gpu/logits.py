@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    import torch
+    from kernels.draws import Biases, Penalized
 
-    from kernels.draws import Adjustments
+
+# Marks a token of the prompt beside how often it stands in the answer.
+PROMPT = 1 << 30
 
 
 @triton.jit
-def adjust_logits_kernel(
+def add_biases_kernel(
     logits_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
-    biases_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    penalties_ptr: tl.tensor,
+    values_ptr: tl.tensor,
     num_lines: tl.tensor,
     logits_stride: tl.tensor,
     BLOCK: tl.constexpr,
@@ -28,33 +29,109 @@ def adjust_logits_kernel(
     """Lines from `program_id(0) * BLOCK` on."""
     lines = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lines < num_lines
-    rows = tl.load(rows_ptr + lines, mask=inside, other=0).to(tl.int64)
+    rows = tl.load(rows_ptr + lines, mask=inside, other=0).to(tl.int64)  # row * stride may pass 2³¹
     places = logits_ptr + rows * logits_stride + tl.load(token_ids_ptr + lines, mask=inside, other=0)
-    counts = tl.load(counts_ptr + lines, mask=inside, other=-1)
-    repetition = tl.load(penalties_ptr + 3 * lines, mask=inside, other=1.0)
-    frequency = tl.load(penalties_ptr + 3 * lines + 1, mask=inside, other=0.0)
-    presence = tl.load(penalties_ptr + 3 * lines + 2, mask=inside, other=0.0)
-    values = tl.load(places, mask=inside, other=0.0) + tl.load(biases_ptr + lines, mask=inside, other=0.0)
-    lowered = tl.where(values > 0, values / repetition, values * repetition)
-    lowered -= frequency * counts.to(tl.float32) + presence * (counts > 0).to(tl.float32)
-    tl.store(places, tl.where(counts >= 0, lowered, values), mask=inside)
+    values = tl.load(places, mask=inside, other=0.0) + tl.load(values_ptr + lines, mask=inside, other=0.0)
+    tl.store(places, values, mask=inside)
 
 
-def adjust_logits(logits: torch.Tensor, adjustments: Adjustments) -> None:
-    """Bias some logits, then lower those of tokens that were seen, in place: the order is vLLM's.
+def add_biases(logits: torch.Tensor, biases: Biases) -> None:
+    """Add to some logits, in place.
+
+    Args:
+        logits: [R, V] float32; of a row the elements lie side by side.
+        biases: no token of a row comes twice.
+    """
+    num_lines = biases.rows.shape[0]
+    if num_lines:
+        block = 256
+        add_biases_kernel[(triton.cdiv(num_lines, block),)](
+            logits, *biases, num_lines, logits.stride(0), BLOCK=block, num_warps=4
+        )
+
+
+@triton.jit
+def count_tokens_kernel(
+    counts_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
+    seats_ptr: tl.tensor,
+    num_prompt_tokens_ptr: tl.tensor,
+    num_tokens_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    token_ids_stride: tl.tensor,
+    PROMPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (line, part): BLOCK of a row's tokens. Whole numbers add up to the same in any order."""
+    line = tl.program_id(0)
+    seat = tl.load(seats_ptr + line).to(tl.int64)  # seat * stride may pass 2³¹
+    num_prompt_tokens = tl.load(num_prompt_tokens_ptr + line)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < tl.load(num_tokens_ptr + line)
+    token_ids = tl.load(token_ids_ptr + seat * token_ids_stride + places, mask=inside, other=0)
+    counters = counts_ptr + line.to(tl.int64) * vocab_size + token_ids
+    tl.atomic_or(counters, tl.full([BLOCK], PROMPT, tl.int32), mask=inside & (places < num_prompt_tokens))
+    tl.atomic_add(counters, tl.full([BLOCK], 1, tl.int32), mask=inside & (places >= num_prompt_tokens))
+
+
+@triton.jit
+def penalize_kernel(
+    logits_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    penalties_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    logits_stride: tl.tensor,
+    PROMPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (line, part): BLOCK logits of a row."""
+    line = tl.program_id(0)
+    row = tl.load(rows_ptr + line).to(tl.int64)  # row * stride may pass 2³¹
+    repetition = tl.load(penalties_ptr + 3 * line)
+    frequency = tl.load(penalties_ptr + 3 * line + 1)
+    presence = tl.load(penalties_ptr + 3 * line + 2)
+    token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token_ids < vocab_size
+    seen = tl.load(counts_ptr + line.to(tl.int64) * vocab_size + token_ids, mask=inside, other=0)
+    places = logits_ptr + row * logits_stride + token_ids
+    values = tl.load(places, mask=inside, other=0.0)
+    counts = seen & (PROMPT - 1)
+    values = tl.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * counts.to(tl.float32)
+    values -= presence * (counts > 0).to(tl.float32)
+    tl.store(places, values, mask=inside & (seen != 0))
+
+
+def penalize(
+    logits: torch.Tensor, token_ids: torch.Tensor, lines: Penalized, *, counts: torch.Tensor | None = None
+) -> None:
+    """Lower the logits of tokens that there are already, in place: repetition first, as vLLM does.
 
     Repetition is that of Keskar et al. (CTRL), over prompt and answer; frequency and presence are OpenAI's, over the
     answer alone.
 
     Args:
         logits: [R, V] float32; of a row the elements lie side by side.
-        adjustments: no token of a row comes twice.
+        token_ids: [seats, context] int32, the known tokens of each seat, below V.
+        lines: no row comes twice.
+        counts: [M, V] int32, room to count in; made when it is not given.
     """
-    num_lines = adjustments.rows.shape[0]
-    if num_lines:
-        block = 256
-        grid = (triton.cdiv(num_lines, block),)
-        adjust_logits_kernel[grid](logits, *adjustments, num_lines, logits.stride(0), BLOCK=block, num_warps=4)
+    num_lines, vocab_size = lines.rows.shape[0], logits.shape[1]
+    if not num_lines:
+        return
+    if counts is None:
+        counts = torch.empty((num_lines, vocab_size), dtype=torch.int32, device=logits.device)
+    counts.zero_()
+    block = 1024
+    count_tokens_kernel[(num_lines, triton.cdiv(token_ids.shape[1], block))](
+        counts, token_ids, lines.seats, lines.num_prompt_tokens, lines.num_tokens, vocab_size, token_ids.stride(0),
+        PROMPT=PROMPT, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    penalize_kernel[(num_lines, triton.cdiv(vocab_size, block))](
+        logits, counts, lines.rows, lines.penalties, vocab_size, logits.stride(0),
+        PROMPT=PROMPT, BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit

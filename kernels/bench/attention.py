@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from kernels import reference
 from kernels.bench.cases import TOLERANCE, Case, Work, assert_close, num_multiprocessors
-from kernels.gpu.attention import make_segments, num_segments, paged_attention
+from kernels.gpu.attention import Tiles, make_segments, num_segments, paged_attention
 from kernels.paged_attention import AttentionRows
 
 FLOAT8 = torch.float8_e4m3fn
@@ -28,6 +29,7 @@ class Shape:
             than one, with a token that stands for nothing.
         cache_dtype: the query's if it is `None`.
         split: into segments where the device has room for them.
+        tiles, segments: another cut, another number of segments.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -38,6 +40,8 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype | None = None
     split: bool = True
+    tiles: Tiles | None = None
+    segments: int | None = None
 
     @property
     def max_query_len(self) -> int:
@@ -57,7 +61,9 @@ class Shape:
             counts[row] += 1
         rows = " + ".join(f"{count} × {new} after {before}" for (before, new), count in counts.items())
         dtypes = NAMES[self.dtype] + (f", {NAMES[self.cache_dtype]} cache" if self.cache_dtype else "")
-        return f"{rows}; {self.heads}/{self.kv_heads} × {self.size}, blocks of {self.block_size}, {dtypes}"
+        cut = f"; {'/'.join(map(str, self.tiles))}" if self.tiles else ""
+        cut += f"; {self.segments} segments" if self.segments else ""
+        return f"{rows}; {self.heads}/{self.kv_heads} × {self.size}, blocks of {self.block_size}, {dtypes}{cut}"
 
 
 class Operands(NamedTuple):
@@ -105,13 +111,15 @@ def make_work(shape: Shape, device: torch.device) -> Work:
     query, kv_cache, rows, scales = make_operands(shape, device)
     segments = None
     if shape.split and shape.max_query_len == 1:
-        count = num_segments(len(shape.rows), shape.kv_heads, num_multiprocessors(device))
+        count = shape.segments or num_segments(len(shape.rows), shape.kv_heads, num_multiprocessors(device))
         segments = make_segments(query, count) if count > 1 else None
     out = torch.full(query.shape, float("nan"), dtype=query.dtype, device=device)
 
     def run() -> torch.Tensor:
-        longest = shape.max_query_len
-        return paged_attention(query, kv_cache, rows, max_query_len=longest, scales=scales, out=out, segments=segments)
+        return paged_attention(
+            query, kv_cache, rows, max_query_len=shape.max_query_len, scales=scales, out=out, segments=segments,
+            tiles=shape.tiles,
+        )  # fmt: skip
 
     def check() -> None:
         expected = reference.paged_attention(query, kv_cache, rows, scales=scales).to(query.dtype)
@@ -119,7 +127,7 @@ def make_work(shape: Shape, device: torch.device) -> Work:
             if not sum(shape.rows[row]):
                 first = sum(shape.query_lens[:row])
                 expected[first : first + new] = float("nan")  # left as it was
-        coarser = query.dtype if kv_cache.dtype == FLOAT8 else kv_cache.dtype
+        coarser = torch.float16 if kv_cache.dtype == FLOAT8 else kv_cache.dtype
         assert_close(run(), expected, max(TOLERANCE[query.dtype], TOLERANCE[coarser]))
 
     tokens = sum(before + new for before, new in shape.rows)
@@ -147,33 +155,53 @@ def _cases(shapes: list[Shape]) -> list[Case]:
     ]
 
 
+MANY, SHORT, FEW = (((4095, 1),) * 64, ((799, 1),) * 256, ((4095, 1),))
+CHUNK, MIXED = ((2048, 2048),), ((1999, 1),) * 64 + ((0, 1024), (512, 512))
+
+
 def main_cases() -> list[Case]:
-    """Decode of many rows and of few, prefill, both; then other heads, sizes and dtypes."""
-    many, few = Shape(((4095, 1),) * 64), Shape(((4095, 1),))
-    chunk = Shape(((2048, 2048),))
-    mixed = Shape(((1999, 1),) * 64 + ((0, 1024), (512, 512)))
-    shapes = [many, Shape(((799, 1),) * 256), few, Shape(((32767, 1),)), Shape(((8191, 1),) * 8)]
-    shapes += [Shape(((0, 4096),)), chunk, mixed, Shape(((0, 128),) * 16)]
-    shapes += [replace(shape, cache_dtype=FLOAT8) for shape in (many, few, chunk)]
+    """Decode of many rows, of few, prefill, both; then other heads, sizes and dtypes."""
+    rows = (MANY, FEW, MIXED, SHORT, ((32767, 1),), ((8191, 1),) * 8, ((0, 4096),), CHUNK, ((0, 128),) * 16)
+    shapes = [Shape(each) for each in rows]
+    many, mixed = Shape(MANY), Shape(MIXED)
+    shapes += [Shape(each, cache_dtype=FLOAT8) for each in (MANY, FEW, MIXED)]
     for heads, kv_heads, size in ((32, 8, 64), (32, 32, 80), (9, 3, 64), (32, 8, 96), (8, 4, 256), (32, 1, 128)):
         shapes += [replace(shape, heads=heads, kv_heads=kv_heads, size=size) for shape in (many, mixed)]
     shapes += [replace(shape, block_size=32) for shape in (many, mixed)]
-    shapes += [replace(shape, dtype=torch.float16) for shape in (many, mixed)]
-    shapes += [replace(shape, dtype=torch.float32) for shape in (many, mixed)]
+    shapes += [replace(shape, dtype=dtype) for shape in (many, mixed) for dtype in (torch.float16, torch.float32)]
+    return _cases(shapes)
+
+
+def tuning_cases() -> list[Case]:
+    """The shapes that matter most, cut in other ways."""
+    decode = [
+        Tiles(16, *cut) for cut in itertools.product((16, 32, 64, 128), (1, 2, 4), (2, 3, 4)) if cut[0] * cut[1] <= 256
+    ]
+    chunk = [
+        Tiles(lines, keys, lines // 16, stages) for lines in (64, 128) for keys in (32, 64, 128) for stages in (2, 3)
+    ]
+    shapes = [Shape(rows, tiles=tiles) for rows in (MANY, SHORT) for tiles in decode]
+    shapes += [Shape(MANY, cache_dtype=FLOAT8, tiles=tiles) for tiles in decode if tiles.num_stages == 3]
+    shapes += [Shape(rows, tiles=tiles) for rows in (CHUNK, MIXED) for tiles in chunk]
+    shapes += [Shape(rows, segments=count) for rows in (FEW, ((32767, 1),)) for count in (8, 16, 32, 64)]
     return _cases(shapes)
 
 
 def small_cases() -> list[Case]:
-    """What the interpreter takes a second or two for."""
-    decode, mixed = ((37, 1), (0, 0), (0, 1), (31, 1), (63, 1)), ((20, 1), (0, 19), (33, 5), (0, 0), (15, 1))
-    base = Shape(decode, heads=4, kv_heads=2, size=64, dtype=torch.float32)
-    shapes = [base, replace(base, rows=mixed), replace(base, split=False), replace(base, rows=((0, 1),))]
+    """What the interpreter takes a second or so for."""
+    decode, mixed = ((37, 1), (0, 0), (0, 1), (63, 1)), ((20, 1), (0, 19), (33, 2), (0, 0))
+    base = Shape(decode, heads=4, kv_heads=2, size=64, dtype=torch.float32, segments=4, tiles=Tiles(16, 16, 4, 3))
+    # Tiles smaller than their usual size, so that short rows have several of them.
+    fast = replace(base, rows=mixed)
+    shapes = [base, fast, replace(base, split=False, tiles=None), replace(base, rows=((0, 1),), tiles=None)]
     for heads, kv_heads, size, block_size, dtype in (
         (3, 3, 80, 32, torch.float16), (6, 2, 128, 16, torch.bfloat16), (8, 1, 256, 32, torch.float32),
     ):  # fmt: skip
-        odd = Shape(decode, heads, kv_heads, size, block_size, dtype)
-        shapes += [odd, replace(odd, rows=mixed)]
+        odd = replace(base, heads=heads, kv_heads=kv_heads, size=size, block_size=block_size, dtype=dtype)
+        shapes += [odd, replace(odd, rows=mixed, tiles=Tiles(16, 32, 4, 3))]
     shapes += [
-        replace(base, rows=rows, cache_dtype=dtype) for rows in (decode, mixed) for dtype in (torch.bfloat16, FLOAT8)
+        replace(base, cache_dtype=torch.bfloat16),
+        replace(base, cache_dtype=FLOAT8),
+        replace(fast, cache_dtype=FLOAT8),
     ]
     return _cases(shapes)

@@ -24,3 +24,8 @@ def main_cases() -> list[Case]:
 def small_cases() -> list[Case]:
     """Odd and ragged shapes of every kernel."""
     return [case for module in MODULES for case in module.small_cases()]
+
+
+def tuning_cases() -> list[Case]:
+    """The attention, cut in other ways than it is."""
+    return attention.tuning_cases()

@@ -101,11 +101,15 @@ def _attend(
     columns = tl.arange(0, PADDED_SIZE)
     inside = columns[None, :] < HEAD_SIZE
     keys = first_tile * KEYS + tl.arange(0, KEYS)
+    # Tiles begin where blocks do, unless a block holds several.
+    slots = tl.arange(0, KEYS) % BLOCK_SIZE * slot_stride
+    within = slots[:, None] + columns[None, :]
     block_ids = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < key_limit, other=0)
     for _ in range(first_tile, last_tile):
-        # A block id may times the stride pass 2³¹.
-        offsets = block_ids.to(tl.int64) * block_stride + (keys % BLOCK_SIZE) * slot_stride
-        places = offsets[:, None] + columns[None, :]
+        if KEYS < BLOCK_SIZE:
+            within = (keys % BLOCK_SIZE * slot_stride)[:, None] + columns[None, :]
+        # A block id times the stride may pass 2³¹.
+        places = (block_ids.to(tl.int64) * block_stride)[:, None] + within
         # What no row has written may be anything, NaN too: zero times NaN would not be zero.
         if MASKED:
             owned = keys[:, None] < key_limit
@@ -300,21 +304,40 @@ def make_segments(query: torch.Tensor, count: int) -> Segments:
     return Segments(values, torch.empty(shape, dtype=torch.float32, device=query.device))
 
 
-def choose_tiles(group: int, head_size: int, cache_dtype: torch.dtype, *, decode: bool) -> Tiles:
-    """The cut for a shape: from the compiler's figures, see kernels/RESULTS.md."""
-    least = max(16, triton.next_power_of_2(group))
-    wide = head_size > 128 or cache_dtype == torch.float32
-    if decode:
-        return Tiles(least, 16 if wide else 32, 4, 3)
-    return Tiles(max(64, least), 32 if wide else 64, 4, 2 if wide else 3)
+def choose_tiles(group: int, head_size: int, cache_dtype: torch.dtype, *, decode: bool, arch: int) -> Tiles:
+    """The cut for a shape: large tiles that compile without spills, see kernels/RESULTS.md.
+
+    Args:
+        group: query heads of a key head.
+        head_size: elements.
+        cache_dtype: of the keys.
+        decode: the rows have one token each.
+        arch: of an NVIDIA device, 90 for a Hopper; 0 of others.
+    """
+    least, padded_size = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(head_size)
+    # Three products of a float32 each fill the registers soon.
+    if decode or cache_dtype == torch.float32:
+        keys = 32 if cache_dtype.itemsize == 1 else 16384 // (padded_size * cache_dtype.itemsize)
+        wide = cache_dtype == torch.float32 and (padded_size > 128 or least > 16)
+        return Tiles(least, min(max(16, keys), 128), 8 if wide else 4, 3)
+    if padded_size > 128:
+        return Tiles(max(64, least), 32, 8, 2)
+    return Tiles(max(64, least), 64 if arch >= 90 else 32, 4, 3)
+
+
+def _arch(device: torch.device) -> int:
+    """Of a device, as in `choose_tiles`; 0 for the interpreter."""
+    if device.type == "cpu":
+        return 0
+    target = triton.runtime.driver.active.get_current_target()
+    return target.arch if target.backend == "cuda" else 0
 
 
 def _product_dtype(query: torch.Tensor, kv_cache: torch.Tensor) -> tl.dtype:
-    """What products are taken in: the cache's dtype, or for one of eight-bit floats the query's."""
-    dtype = query.dtype if kv_cache.dtype.itemsize == 1 else kv_cache.dtype
-    if dtype == torch.bfloat16 and query.device.type == "cpu":
+    """What products are taken in: the cache's dtype; with a cache of eight-bit floats float16, which holds them all."""
+    if kv_cache.dtype == torch.bfloat16 and query.device.type == "cpu":
         return tl.float32  # the interpreter takes bfloat16's bits for whole numbers
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(kv_cache.dtype, tl.float16)
 
 
 def paged_attention(
@@ -333,7 +356,7 @@ def paged_attention(
     Args:
         query: [N, H, D]; the rows' tokens one row after the other. Elements of a head lie side by side.
         kv_cache: [blocks, 2, KVH, block_size, D]; holds the new tokens already. block_size is a power of two. Products
-            are taken in its dtype, but for eight-bit floats, which become the query's.
+            are taken in its dtype, but for eight-bit floats, with which they are taken in float16.
         rows: block tables, starts and lengths, int32 on the device. A row of length 0 reads and writes nothing.
         max_query_len: of the rows' new tokens. 1 promises that row r's only token is token r, and leaves
             `query_start_loc` unread.
@@ -351,7 +374,9 @@ def paged_attention(
     num_rows = rows.seq_lens.shape[0]
     decode = max_query_len == 1
     group = num_heads // num_kv_heads
-    lines, keys, num_warps, num_stages = tiles or choose_tiles(group, head_size, kv_cache.dtype, decode=decode)
+    arch = 0 if decode else _arch(query.device)
+    tiles = tiles or choose_tiles(group, head_size, kv_cache.dtype, decode=decode, arch=arch)
+    lines, keys, num_warps, num_stages = tiles
     block_q = lines // group
     count = 1 if segments is None else segments.weights.shape[2]
     if num_rows == 0:
@@ -367,7 +392,7 @@ def paged_attention(
         GROUP=group, HEAD_SIZE=head_size, PADDED_SIZE=padded_size, BLOCK_SIZE=block_size, LINES=lines, BLOCK_Q=block_q,
         KEYS=keys, DECODE=decode, NUM_SEGMENTS=count, PRODUCT=_product_dtype(query, kv_cache),
         SCALED=scales is not None, SEARCH=SEARCH,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+        PRECISION="tf32x3", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if segments is not None:
         combine_segments_kernel[(num_tokens, num_heads)](

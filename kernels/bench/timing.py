@@ -1,0 +1,103 @@
+"""How long a launch takes on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kernels.bench.cases import Case
+
+REPLAYS = 10
+# Launches in a graph: enough that its own start does not count.
+LAUNCHES = 20
+# So many times the second-level cache are the operands that take turns.
+CACHE_TURNS = 4
+MAX_COPIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device does at best, measured now.
+
+    Attributes:
+        copy: bytes a second, read and written, of a copy.
+        multiply: floating-point operations a second of a large bfloat16 product.
+    """
+
+    copy: float
+    multiply: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A case on the clock.
+
+    Attributes:
+        seconds: of one launch.
+        rival_seconds: of torch's own way, where there is one.
+        num_bytes, flops: as in `Work`.
+    """
+
+    seconds: float
+    rival_seconds: float | None
+    num_bytes: int
+    flops: int
+
+
+def time_launches(launches: Sequence[Callable[[], object]]) -> float:
+    """Seconds of one launch, the median of `REPLAYS` replays of a graph in which all take turns.
+
+    A graph, because Python takes longer to launch a small kernel than the device to run it.
+    """
+    rounds = -(-LAUNCHES // len(launches))
+    for launch in launches:  # compiles, and takes what memory it wants
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for launch in launches:
+                launch()
+    graph.replay()
+    seconds: list[float] = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / (rounds * len(launches)))
+    return median(seconds)
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """A copy of 2 GiB, and a product of two matrices of 8192 × 8192."""
+    source = torch.empty(2**31, dtype=torch.uint8, device=device)
+    copied = time_launches([partial(torch.empty_like(source).copy_, source)])
+    left, right = torch.randn((2, 8192, 8192), dtype=torch.bfloat16, device=device)
+    multiplied = time_launches([partial(torch.mm, left, right, out=torch.empty_like(left))])
+    return Rates(2 * source.nbytes / copied, 2 * 8192**3 / multiplied)
+
+
+def time_case(case: Case, device: torch.device) -> Timing:
+    """Check it, then time it, on so many sets of operands that none is still in a cache when its turn comes.
+
+    Raises:
+        AssertionError: it is not what the plain version gives.
+    """
+    first = case.make(device)
+    first.check()
+    torch.cuda.empty_cache()  # of the plain version's large intermediate results
+    wanted = CACHE_TURNS * torch.cuda.get_device_properties(device).L2_cache_size
+    copies = min(MAX_COPIES, -(-wanted // max(1, first.num_bytes)))
+    works = [first, *(case.make(device) for _ in range(copies - 1))]
+    seconds = time_launches([work.run for work in works])
+    rivals = [work.rival for work in works if work.rival]
+    return Timing(seconds, time_launches(rivals) if rivals else None, first.num_bytes, first.flops)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from app.limit.runs import Run, Seen
 
+# A search that is not out of time tries rates down to less than this share of the capacity.
+LOW_SHARE = 0.04
 NAMES = {"ttft": "the first token", "itl": "the gaps between tokens", "e2e": "the whole answer"}
 
 
@@ -23,8 +25,12 @@ def mean_stay(run: Run) -> float:
     return fmean([seen.e2e for seen in run.finished if seen.e2e is not None] or [0.0])
 
 
-def why_not(single: Run | None, runs: Sequence[Run]) -> str:
-    """Why there is no limit."""
+def why_not(single: Run | None, runs: Sequence[Run], capacity: float) -> str:
+    """Why there is no limit.
+
+    Args:
+        capacity: requests a second in a closed loop, by which it is seen how far down the search came.
+    """
     if single is not None and not runs:
         return f"Not even one user alone is served within the targets: {'; '.join(_misses(single))}."
     lowest = min(runs, key=lambda run: run.rate)
@@ -40,7 +46,9 @@ def why_not(single: Run | None, runs: Sequence[Run]) -> str:
             "there was no time for lower rates. Give a larger --duration."
         )
     worst = max(lowest.excesses().items(), key=lambda item: item[1])[0]
-    return f"The targets hold at no rate that was tried, down to {lowest.rate:.3g} requests/s ({worst})."
+    no_time = lowest.rate > LOW_SHARE * capacity
+    advice = "; there was no time for lower ones, give a larger --duration or --factor" if no_time else ""
+    return f"The targets hold at no rate that was tried, down to {lowest.rate:.3g} requests/s ({worst}){advice}."
 
 
 def _misses(single: Run) -> Iterator[str]:
@@ -97,7 +105,7 @@ def _on_samples(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]
         few = min([len([s for s in run.finished if s.work_class == number]) for run in whole], default=0)
         of = f" of {one['name']}" if len(result["classes"]) > 1 else ""
         for percent in (95, 99):
-            if runs and few < WANTED_SAMPLES[percent]:
+            if whole and few < WANTED_SAMPLES[percent]:
                 yield f"A p{percent} wants {WANTED_SAMPLES[percent]:,} finished requests{of}; here are runs with {few}."
     cold = [run for run in whole if run.holds and mean_stay(run) > WARM_UP_SHARE * len(run.seen) / run.rate]
     if cold:

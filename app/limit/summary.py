@@ -79,7 +79,7 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 3),
     }
     if limit is None:
-        result["why"] = why_not(outcome.single, runs)
+        result["why"] = why_not(outcome.single, runs, outcome.capacity)
     if outcome.tune is not None:
         result["tune"] = dict(outcome.tune)
     if outcome.policies:

@@ -138,10 +138,12 @@ def test_a_mix_is_simulated_with_its_background_work(run: Any, tmp_path: Path) -
 
 def test_why_there_is_no_limit_is_told_by_what_came() -> None:
     single = run_at(1.0, 3.0)
-    said = why_not(single, []).replace("\N{NO-BREAK SPACE}", " ")
+    said = why_not(single, [], 1.0).replace("\N{NO-BREAK SPACE}", " ")
     assert said.endswith("within the targets: the first token takes 3.00 s (median), more than 1.00 s.")
-    assert "under one seed and under another they do not" in why_not(None, [run_at(4.0, 0.5), run_at(4.0, 3.0, seed=1)])
-    assert "hold at no rate that was tried, down to 4 requests/s (ttft)" in why_not(None, [run_at(4.0, 3.0)])
+    lost = run_at(4.0, 3.0, seed=1)
+    assert "under one seed and under another they do not" in why_not(None, [run_at(4.0, 0.5), lost], 5.0)
+    assert why_not(None, [lost], 200.0).endswith("hold at no rate that was tried, down to 4 requests/s (ttft).")
+    assert "no time for lower ones, give a larger --duration or --factor" in why_not(None, [lost], 5.0)
 
 
 def test_what_rests_on_little_is_told() -> None:

@@ -102,11 +102,12 @@ async def test_nothing_that_anybody_wrote_is_in_a_recording(tmp_path: Path) -> N
         body = {"messages": [says], "user": MARKER, "stop": [MARKER + "!"], "metadata": {MARKER: MARKER}, "n": 2}
         answer = await server.client.post(CHAT, json=body, headers=headers)
         assert MARKER in answer.text
-        prompt = {"prompt": MARKER, "cache_salt": MARKER, "timeout": 0.001, "max_tokens": 400}
+        prompt = {"prompt": MARKER, "cache_salt": MARKER, "timeout": 0.2, "max_tokens": 400}
         await server.client.post(COMPLETIONS, json=prompt, headers=headers)
         await server.settle()
+        now = (await view(server))["recording"]
+        assert now["requests"] + now["left_out"] == 3
         await finish(server)
-        assert len(await lines(server, name)) == 3
     data = (tmp_path / FOLDER / name).read_bytes()
     assert MARKER.encode() not in data
     ids = [part for part in (answer.json()["id"], answer.headers["X-Request-Id"]) if part.encode() in data]
@@ -389,6 +390,17 @@ async def test_a_recorder_without_a_recording_costs_a_look(tmp_path: Path) -> No
     recorder.ended(1, ending())
     await recorder.close()
     assert not os.listdir(tmp_path)
+
+
+async def test_a_long_recording_comes_whole(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
+        name = await begin(server)
+        await finish(server)
+        text = "".join(f"{number}\n" for number in range(100_000))
+        (tmp_path / FOLDER / name).write_text(text)
+        assert (await server.client.get(f"{URL}/{name}")).text == text
+        (kept,) = (await view(server))["recordings"]
+    assert (kept["requests"], kept["bytes"]) == (100_000, len(text))
 
 
 async def test_a_client_reads_a_recording_while_it_is_written(tmp_path: Path) -> None:

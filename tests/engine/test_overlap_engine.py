@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from engine.block_pool import BlockPool
-from engine.handle import GenerationRequest, TextPrompt
+from engine.grammar.spec import GrammarSpec
+from engine.handle import GenerationRequest, TextPrompt, TokensPrompt
 from engine.kv_cache import KVCache
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, SamplingParams
 from engine.stats import Stats
+from tests.engine import tiny_engine
 from tests.fake_device import LAUNCH_SECONDS, STEP_SECONDS, FakeDevice, opens
 from tests.fakes import EOS, OneOf, Poison, expected_output, fake_config, open_fake_engine, read_deltas
 
@@ -228,6 +230,36 @@ async def test_what_is_told_of_a_life_adds_up_where_rows_wait_or_lose_their_seat
                 for span, behind in zip(drawn, [*drawn[1:], None], strict=True)
             )
             assert decoded + num_reads == life["output_tokens"]
+
+
+async def test_a_real_model_answers_the_same(autojump_clock: MockClock) -> None:
+    """With noise, penalties and grammars, and where some lose their seats with a step under way."""
+    grammar = GrammarSpec("regex", "[a-z]{20,60}", "grammar", plain=True)
+    requests = [
+        GenerationRequest(
+            f"r{seed}",
+            TokensPrompt((5, 6, 7 + seed)),
+            SamplingParams(
+                seed=seed,
+                max_tokens=40 + seed,
+                num_logprobs=2 if seed % 2 else None,
+                repetition_penalty=1.3 if seed % 4 == 1 else 1.0,
+                stop_token_ids=frozenset({5 + seed, 30 + seed}),
+            ),
+            grammar=grammar if seed % 3 == 0 else None,
+        )
+        for seed in range(12)
+    ]
+    told = []
+    for overlaps in (False, True):
+        options: dict[str, Any] = {"num_blocks": 100, "num_speculative_tokens": 0}
+        async with tiny_engine.open_tiny_engine(overlaps=overlaps, **options) as engine:
+            told.append(await tiny_engine.answer_all(engine, requests))
+            snapshot = engine.snapshot()
+            assert snapshot["preemptions"] > 0
+            assert snapshot["faults"] == {"failed_steps": 0, "integrity_violations": 0}
+    assert told[0] == told[1]
+    assert {answer.reason for answer in told[0]} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 REQUEST = st.fixed_dictionaries(

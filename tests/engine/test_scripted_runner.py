@@ -11,6 +11,7 @@ from engine.batch import ScheduledBatch, Seated, StepOutput
 from engine.scripted_runner import ScriptedRunner
 from engine.sequence import FinishReason, SamplingParams
 from tests.engine.simulate import Simulation
+from tests.fake_device import FakeDevice
 from tests.fakes import EOS, FakeRunner, expected_output
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ def check(simulation: Simulation, sequence: Sequence, num_output_tokens: int) ->
     assert sequence.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("token_budget", [3, 64])
-def test_each_answer_has_its_length_and_ends_by_a_stop_token(token_budget: int) -> None:
-    simulation = Simulation(token_budget=token_budget, runner=ScriptedRunner(FakeRunner(64, 4)))
+def test_each_answer_has_its_length_and_ends_by_a_stop_token(token_budget: int, overlaps: bool) -> None:
+    inner = FakeDevice(64, 4, clock=lambda: 0.0, at_once=not overlaps)
+    simulation = Simulation(token_budget=token_budget, runner=ScriptedRunner(inner))
     lengths = [1, 2, 7, 1, 30, 4]
     sequences = [
         simulation.add_prompt(tuple(range(10 * i, 10 * i + 5 + i)), scripted(n)) for i, n in enumerate(lengths)

@@ -61,9 +61,14 @@ def bias() -> tuple[tuple[int, float], ...]:
 
 
 @asynccontextmanager
-async def open_tiny_engine(*, num_blocks: int = 2048, **changes: Any) -> AsyncIterator[Engine]:
-    """`changes` are fields of the configuration."""
+async def open_tiny_engine(*, num_blocks: int = 2048, overlaps: bool = False, **changes: Any) -> AsyncIterator[Engine]:
+    """`changes` are fields of the configuration.
+
+    Where the runner says that it overlaps, what a step draws is read one step late, although it is there at once.
+    """
     checkpoint = make_checkpoint(context_length=CONTEXT)
+    runner = make_runner(checkpoint, num_blocks=num_blocks, max_num_batched_tokens=256)
+    runner.overlaps = overlaps
     options: dict[str, Any] = {
         "model": "tiny",
         "max_num_seqs": 16,
@@ -81,7 +86,7 @@ async def open_tiny_engine(*, num_blocks: int = 2048, **changes: Any) -> AsyncIt
             weights_kind="random",
             max_model_len=CONTEXT,
             num_blocks=num_blocks,
-            runner=make_runner(checkpoint, num_blocks=num_blocks, max_num_batched_tokens=256),
+            runner=runner,
             tokenizer=make_tokenizer(),
             chat_template=None,
         )

@@ -34,6 +34,7 @@ class ChildError(RelevoError):
 async def run_child(
     words: Sequence[str],
     files: Mapping[str, str],
+    variables: Mapping[str, str],
     take: Callable[[bytes], object],
     stop: trio.Event,
 ) -> tuple[int, str]:
@@ -42,6 +43,7 @@ async def run_child(
     Args:
         files: contents that it reads from pipes, as everybody sees a process's words; by the beginning of the word that
             names the file, such as `--api-key=@`.
+        variables: of its environment, beside those of this process that are no settings.
         take: is given each line of its standard output; must not raise.
         stop: when set, it is asked to end.
 
@@ -51,7 +53,7 @@ async def run_child(
     Raises:
         ChildError: it cannot be started, or a line has no end.
     """
-    process = await _start(words, files)
+    process = await _start(words, files, variables)
     said, error = bytearray(), None
     try:
         async with trio.open_nursery() as nursery:
@@ -74,7 +76,7 @@ async def run_child(
     return process.returncode or 0, lines[-1].removeprefix("relevo: ") if lines else ""
 
 
-async def _start(words: Sequence[str], files: Mapping[str, str]) -> trio.Process:
+async def _start(words: Sequence[str], files: Mapping[str, str], variables: Mapping[str, str]) -> trio.Process:
     with ExitStack() as stack:
         flags, ends = [], []
         for flag, content in files.items():
@@ -93,8 +95,9 @@ async def _start(words: Sequence[str], files: Mapping[str, str]) -> trio.Process
                 stderr=subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=ends,
-                # It has its words; settings of the server, its secrets among them, are none of its business.
-                env={name: value for name, value in environment().items() if not name.startswith("RELEVO_")},
+                # Settings of the server, its secrets among them, are none of its business.
+                env={name: value for name, value in environment().items() if not name.startswith("RELEVO_")}
+                | {**variables},
             )
         except OSError as error:
             raise ChildError(f"{words[0]} cannot be started: {error.strerror or error}.") from None

@@ -10,6 +10,7 @@ from quart import Blueprint, Response, g, jsonify, redirect, request
 
 from app.api.errors import ApiError
 from app.api.requests import FORM_TYPE, read_fields, read_json
+from app.limit_page.search import suggestion
 from app.limit_page.view import LimitView
 from app.limit_page.wish import MIX, RECORDING, WORKLOADS, check_mix, parse_form, parse_wish
 from app.pages import STREAM_HEADERS
@@ -102,6 +103,13 @@ def _add_ended(pages: Blueprint, context: Context, page: LimitPage) -> None:
         told = await searches.read(search_id)
         return await context.drawing.json(lambda: told, JSON_LEVELS)
 
+    @pages.post("/ops/limit/<search_id>/apply")
+    async def apply(search_id: str) -> Response | WerkzeugResponse:
+        done = await page.apply(search_id)
+        if "text/html" in request.headers.get("Accept", ""):
+            return redirect(f"/admin?held={done['generation']}", 303)
+        return jsonify(done)
+
     @pages.delete("/ops/limit/<search_id>")
     async def forget(search_id: str) -> Response:
         await page.forget(search_id)
@@ -173,6 +181,19 @@ class LimitPage:
             await trio.to_thread.run_sync(check_mix, wish, own)
         trace = await self._find_trace(wish.recording) if wish.recording is not None else None
         return self._searches.start(wish, own_url(), g.who, trace)
+
+    async def apply(self, search_id: str) -> dict[str, Any]:
+        """Have the settings hold that a search found to be better, as `PATCH /admin/config` would.
+
+        Raises:
+            ApiError: 409, it found none; else as `LiveConfig.apply`.
+        """
+        told = await self._searches.read(search_id)
+        better = suggestion(told)
+        if not better:
+            raise ApiError(409, "That search found no better settings.", code="nothing_to_apply")
+        reason = f"found by the search for the limit of {told['began']}"
+        return await self._context.live.apply({**better, "reason": reason}, who=g.who)
 
     async def forget(self, search_id: str) -> None:
         """Delete one."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from app.audit import timestamp
+from app.live_change import KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,6 +135,13 @@ class Search:
             "requests_of_users": self.users,
             "remarks": list(self.remarks),
         }
+
+
+def suggestion(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The live settings that a search with `tune` found to be better; empty where there are none."""
+    result = told["result"]
+    tune = result.get("tune") if result is not None else None
+    return {} if tune is None else {name: new for name, (_, new) in tune["best"]["changes"].items() if name in KEYS}
 
 
 def make_brief(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -131,7 +132,7 @@ class LimitSearches:
         self.check(wish)
         at = self._journal.wall()
         search_id = f"{datetime.fromtimestamp(at, UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
-        self.search = Search(search_id, wish.model_dump(), who, self._engine.model.name, at, planned=wish.duration)
+        self.search = Search(search_id, wish.model_dump(), who, self._engine.model.name, at, planned=wish.seconds)
         self._stop, self._end = trio.Event(), ("", "")
         self._send.send_nowait(_Order(wish, url, trace))
         beside = ", beside users" if wish.beside_users else ""
@@ -198,9 +199,10 @@ class LimitSearches:
         with self._lent_key(search, wish) as secret:
             files = {"--api-key=@": secret} | ({"--admin-token=@": secret} if wish.tune else {})
             files |= {"--mix=": wish.mix} if wish.mix else {}
-            with trio.move_on_after(wish.duration * (1 + LATE_SHARE) + LATE_SECONDS) as in_time:
+            with trio.move_on_after(wish.seconds * (1 + LATE_SHARE) + LATE_SECONDS) as in_time:
                 try:
-                    code, said = await run_child(words, files, partial(self._take, search), self._stop)
+                    take = partial(self._take, search)
+                    code, said = await run_child(words, files, self._variables(), take, self._stop)
                 except ChildError as error:
                     code, said = FAILED, str(error)
             if in_time.cancelled_caught:
@@ -218,6 +220,11 @@ class LimitSearches:
         log.info("the search for the limit %s ended: %s", search.search_id, search.end)
         if search.curve or search.result is not None:
             await self.archive.keep(search.as_json())
+
+    def _variables(self) -> dict[str, str]:
+        """The targets of background work, of which a recording may have some; there are no flags for them."""
+        targets = asdict(self._engine.limits.slo_background)
+        return {f"RELEVO_SLO_BACKGROUND_{name.upper()}": str(value or "none") for name, value in targets.items()}
 
     def _outcome(self, search: Search, code: int, said: str) -> tuple[str, str]:
         """How it ended and why. A result that came all the same goes before what was asked of it."""

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from app.limit_page.wish import DEFAULT_SECONDS, MAX_MIX, MAX_NOTE, MIX, RECORDING, TARGETS, WORKLOADS
+from app.limit_page.wish import (
+    DEFAULT_SECONDS,
+    MAX_MIX,
+    MAX_NOTE,
+    MIX,
+    RECORDING,
+    SWITCHES,
+    TARGETS,
+    TUNE_SECONDS,
+    WORKLOADS,
+)
 from app.render import limit, numbers
 from app.render.templates import make_environment
 from app.telemetry import encode_event
@@ -19,11 +29,12 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 TICK_SECONDS: Final = 1.0
+RUNS: Final = ("curve", "tried", "capacity", "single_user")
 # Whoever looks on is brought news no more often.
 LEAST_SECONDS: Final = 0.25
 TARGET_TITLES: Final = dict(zip(TARGETS, ("First token", "Between tokens", "Whole answer"), strict=True))
 NUMBERS: Final = (
-    ("duration", "Seconds to take", str(DEFAULT_SECONDS)),
+    ("duration", "Seconds to take", f"{DEFAULT_SECONDS:g}, tuning {TUNE_SECONDS:g}"),
     ("repeats", "Seeds tried", "3"),
     ("factor", "Divide lengths by", "what fits"),
     ("think_time", "A user thinks, s", "unknown"),
@@ -59,7 +70,7 @@ class LimitView:
         search, archive = self._searches.search, self._searches.archive
         told = None if search is None else search.as_json()
         which = () if told is None else (told["id"], told["end"])
-        num_runs = () if told is None else (len(told["curve"]), told["capacity"] is None, told["single_user"] is None)
+        num_runs = () if told is None else tuple(len(told[name] or ()) for name in RUNS)
         tried = () if told is None else (told["trying"]["rate"],)
         now = () if told is None else (told["what"], int(told["seconds"]), *told["trying"].values())
         stopping = told is not None and told["stopping"]
@@ -81,7 +92,7 @@ class LimitView:
 
     def draw_ask(self, form: Mapping[str, str], error: Mapping[str, Any]) -> str:
         """The form with what somebody typed, and what is wrong with it."""
-        typed = {name: form.get(name, "") for name in self._typed()} | {"beside_users": "beside_users" in form}
+        typed = {name: form.get(name, "") for name in self._typed()} | {name: name in form for name in SWITCHES}
         return self._templates["ask"].render(self._ask_variables() | {"typed": typed, "error": error})
 
     async def stream(self, busy: bool, closed: trio.Event) -> AsyncGenerator[bytes, None]:
@@ -133,6 +144,5 @@ class LimitView:
         """What stands in the form before anybody has typed: the targets of the server."""
         slo = self._engine.limits.slo
         targets = {name: "" if (value := getattr(slo, name)) is None else f"{value:g}" for name in TARGETS}
-        return {"workload": next(iter(WORKLOADS)), "mix": "", "note": "", "beside_users": False} | targets | {
-            name: "" for name, _, _ in NUMBERS
-        }  # fmt: skip
+        plain = {"workload": next(iter(WORKLOADS)), "mix": "", "note": "", **dict.fromkeys(SWITCHES, False)}
+        return plain | {name: "" for name, _, _ in NUMBERS} | targets

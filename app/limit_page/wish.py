@@ -28,7 +28,8 @@ RECORDING: Final = "recording:"
 TARGETS: Final = ("ttft_p95_seconds", "itl_p95_seconds", "e2e_p95_seconds")
 NUMBERS: Final = (*TARGETS, "duration", "factor", "repeats", "think_time", "price_per_hour")
 SWITCHES: Final = ("beside_users", "tune")
-LEAST_SECONDS, MOST_SECONDS, DEFAULT_SECONDS = 30, 7200, 480
+LEAST_SECONDS, MOST_SECONDS = 30, 7200
+DEFAULT_SECONDS, TUNE_SECONDS = 480.0, 1800.0
 MAX_NOTE, MAX_MIX = 200, 10_000
 
 Positive = Annotated[float, Field(gt=0, le=1e6)]
@@ -40,7 +41,7 @@ class Wish(BaseModel):
     Attributes:
         workload: a key of `WORKLOADS`, `mix`, or `recording:` and its name.
         mix: the TOML of a mix of classes of work.
-        duration: seconds that it may take, aimed at.
+        duration: seconds that it may take, aimed at; `None` is what is usual.
         factor: divides lengths; `None` takes what fits context and time.
         beside_users: look also while others are served, as background work.
         tune: try settings, too.
@@ -54,7 +55,7 @@ class Wish(BaseModel):
     ttft_p95_seconds: Positive | None = None
     itl_p95_seconds: Positive | None = None
     e2e_p95_seconds: Positive | None = None
-    duration: float = Field(DEFAULT_SECONDS, ge=LEAST_SECONDS, le=MOST_SECONDS)
+    duration: float | None = Field(None, ge=LEAST_SECONDS, le=MOST_SECONDS)
     factor: Positive | None = None
     repeats: int = Field(3, ge=1, le=10)
     think_time: Positive | None = None
@@ -62,6 +63,11 @@ class Wish(BaseModel):
     beside_users: bool = False
     tune: bool = False
     note: str = Field("", max_length=MAX_NOTE)
+
+    @property
+    def seconds(self) -> float:
+        """That it may take."""
+        return self.duration or (TUNE_SECONDS if self.tune else DEFAULT_SECONDS)
 
     @property
     def recording(self) -> str | None:
@@ -78,7 +84,7 @@ class Wish(BaseModel):
             "--url": url,
             "--trace": trace,
             "--workload": self.workload if self.workload in WORKLOADS else None,
-            "--duration": f"{self.duration:g}",
+            "--duration": f"{self.seconds:g}",
             "--repeats": self.repeats,
             "--factor": self.factor,
             "--think-time": self.think_time,
@@ -86,7 +92,8 @@ class Wish(BaseModel):
         }
         targets = {f"--{name.removesuffix('_p95_seconds')}-p95": getattr(self, name) or "none" for name in TARGETS}
         flags = [text for flag, value in (given | targets).items() if value is not None for text in (flag, str(value))]
-        return [*flags, *(["--tune"] if self.tune else [])]
+        tune = ["--tune", *(["--while-serving"] if self.beside_users else [])]
+        return [*flags, *(tune if self.tune else [])]
 
 
 def parse_wish(data: Mapping[str, Any], slo: SloTargets) -> Wish:

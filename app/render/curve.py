@@ -124,8 +124,9 @@ def _top(curve: Curve) -> float:
 
 def _ticks(first: float, last: float) -> list[float]:
     """Some round rates within."""
-    power = 10.0 ** math.floor(math.log10((last - first) / 4))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (last - first) / 4)
+    wanted = (last - first) / 5
+    power = 10.0 ** math.floor(math.log10(wanted))
+    step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= wanted), 10 * power)
     return [round(n * step, 12) for n in range(math.ceil(first / step), math.floor(last / step) + 1)]
 
 

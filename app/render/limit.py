@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from app.limit.against import against_lines
 from app.limit.remarks import NAMES
 from app.limit.runs import WANTED_SAMPLES
+from app.limit.tune_words import tune_lines, verdict_lines
 from app.limit.words import broken_words, per_second
 from app.render import numbers
 from app.render.curve import Curve, Limit, Point, draw_curve
+from app.render.tuning import list_changes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,15 +96,29 @@ def outcome_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
         "tiles": _tiles(result, told["asked"]) if result is not None and result["limit"] is not None else [],
         "remarks": [*told["remarks"], *(result["remarks"] if result is not None else [])],
         "few": told["result"] is None and bool(told["curve"]),
+        "tuned": _tuned(told["id"], result.get("tune")) if result is not None else None,
+    }
+
+
+def _tuned(search_id: str, tune: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What came of tuning: the verdict, the changes that would be for the better, and what was tried."""
+    if tune is None:
+        return None
+    lines, verdict = tune_lines(tune), verdict_lines(tune)
+    return {
+        "id": search_id,
+        "verdict": verdict[0],
+        "changes": list_changes(tune["best"]["changes"]),
+        "tried": "\n".join(lines[: -len(verdict)]).strip("\n"),
     }
 
 
 def curve_variables(told: Mapping[str, Any] | None, older: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A picture for each latency; none before the first run has ended."""
-    if told is None or not (told["curve"] or told["trying"]["rate"]):
-        return {"pictures": [], "older": None}
+    if told is None or not (told["curve"] or told["tried"] or told["trying"]["rate"]):
+        return {"pictures": [], "older": None, "tried": False}
     pictures = [_picture(name, title, told, older) for name, title in LATENCIES.items()]
-    return {"pictures": pictures, "older": None if older is None else _about(older)}
+    return {"pictures": pictures, "older": None if older is None else _about(older), "tried": bool(told["tried"])}
 
 
 def run_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -196,12 +212,12 @@ def _picture(name: str, title: str, told: Mapping[str, Any], older: Mapping[str,
     drawn = draw_curve(
         Curve(
             title=f"{title}, p95",
-            points=_points(name, told),
+            points=_points(name, told["curve"]),
             word=lambda value: str(numbers.seconds(value)) if value else "0",
             target=target,
             trying=told["trying"]["rate"],
             limit=_limit(told),
-            older=_points(name, older) if older is not None else (),
+            older=_points(name, told["tried"] if older is None else older["curve"]),
             older_limit=_limit(older) if older is not None else None,
         )
     )
@@ -209,9 +225,9 @@ def _picture(name: str, title: str, told: Mapping[str, Any], older: Mapping[str,
     return Picture(title, f"p95, {promised}", drawn)
 
 
-def _points(name: str, told: Mapping[str, Any]) -> list[Point]:
+def _points(name: str, runs: Sequence[Mapping[str, Any]]) -> list[Point]:
     points = []
-    for run in told["curve"]:
+    for run in runs:
         value = run[f"{name}_p95_seconds"]
         if value is not None:
             at = f"{per_second(run['rate'])} requests/s: {numbers.seconds(value)}"

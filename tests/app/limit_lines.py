@@ -27,7 +27,10 @@ SEATS_TAKEN = Observed(running=3.9, max_num_seqs=4)
 def run_at(rate: float, ttft: float, *, lag: float = 0.0, seed: int = 0, promise: Promise = PROMISE) -> Run:
     """All of its 400 requests see the same."""
     seen = [Seen(place / rate, lag, ttft + 1.0, ttft, ttft + 1.0, 20, 11, 10, 0, (0.1,) * 10) for place in range(400)]
-    return Run(rate, seed, promise, tuple(seen), preemptions=0, cpu_share=0.02, observed=SEATS_TAKEN)
+    return Run(
+        rate, seed, promise, tuple(seen), preemptions=0, cpu_share=0.02, observed=SEATS_TAKEN,
+        tokens=(20 * rate, 11 * rate),
+    )  # fmt: skip
 
 
 RUNS = (

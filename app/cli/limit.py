@@ -138,8 +138,15 @@ def run(options: argparse.Namespace) -> int:
     with open_lines(options.progress_json) as lines:
         find_ = partial(_find_under_policies if options.policies else _find, options, settings, asked, lines)
         echo = _say_nothing if str(options.progress_json) == "-" else print
-        files = {"json_path": options.json, "html_path": options.html, "against": options.against}
-        return run_limit(find_, asked, **files, lines=lines, echo=echo)
+        return run_limit(
+            find_,
+            asked,
+            json_path=options.json,
+            html_path=options.html,
+            against=options.against,
+            lines=lines,
+            echo=echo,
+        )
 
 
 def _tell_again(options: argparse.Namespace) -> int:

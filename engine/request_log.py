@@ -381,7 +381,7 @@ def _times(record: RequestRecord, until: float) -> dict[str, float | None]:
         "queue_seconds": spent(record.arrival, record.first_seated),
         "prefill_seconds": spent(record.first_seated, record.first_token, record.prefill_stall),
         "decode_seconds": spent(record.first_token, record.last_token, record.decode_stall),
-        "preempted_seconds": round(record.prefill_stall + record.decode_stall + lost, 4),
+        "preempted_seconds": _told(record.prefill_stall + record.decode_stall + lost),
     }
 
 

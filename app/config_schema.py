@@ -193,7 +193,8 @@ class ServerSection(Section):
     state_dir: str | None = _setting(
         None,
         "",
-        "folder for what outlives the process: keys, history, changes of settings; auto is $XDG_STATE_HOME/relevo",
+        "folder for what outlives the process: keys, history, changes of settings, recordings; "
+        "auto is $XDG_STATE_HOME/relevo",
         absent="auto",
         min_length=1,
     )

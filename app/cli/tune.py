@@ -45,6 +45,8 @@ def wish_of(options: argparse.Namespace) -> Wish | None:
             if getattr(options, flag):
                 raise ConfigError(f"--{flag.replace('_', '-')} is for --tune.")
         return None
+    if options.policies:
+        raise ConfigError("--policies compares policies, and --tune tries them: give one of the two.")
     if options.url is None:
         for flag in ("apply", "while_serving"):
             if getattr(options, flag):

@@ -263,7 +263,8 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in ENDING}
+    heard = [one for one in ENDING if signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in heard}
     try:
         yield
     finally:

@@ -80,8 +80,10 @@ class Standing:
 
         The last one, where there are several. One in which the generator was late knows nothing.
         """
-        _, high = self.edge
-        return next((run for run in reversed(self.runs) if run.rate == high and run.is_valid), None)
+        low = self.edge[0] or 0.0
+        valid = [run for run in self.runs if run.is_valid and run.rate > low]
+        rate = min([run.rate for run in valid if not run.holds], default=None)
+        return next((run for run in reversed(valid) if run.rate == rate), None)
 
     @property
     def reached(self) -> float:

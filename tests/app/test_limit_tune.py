@@ -146,6 +146,14 @@ def test_a_late_generator_says_nothing_of_the_settings() -> None:
     assert done.found is None
 
 
+def test_runs_of_a_late_generator_do_not_hide_the_rate_to_be_beaten() -> None:
+    held, lost = (make_run(rate, ttft=lambda _, wait=wait: wait) for rate, wait in ((10.0, 0.1), (12.0, 2.0)))
+    late = make_run(11.0, ttft=lambda _: 2.0, lag=0.2)
+    assert Standing({SEATS: 4}, (held, late, lost)).bar is lost
+    assert Standing({SEATS: 4}, (held, late)).bar is None
+    assert Standing({SEATS: 4}, (late, lost)).bar is lost
+
+
 def test_settings_that_hold_at_no_rate_are_left_for_those_that_are_nearer_and_at_last_hold() -> None:
     """The further the seats are from 64, the longer everybody waits, at any rate."""
 
@@ -372,6 +380,7 @@ def test_a_simulated_machine_is_tuned_from_the_command_line(run: Any, tmp_path: 
     [
         (["--tune", "seats"], "--tune seats is no control; there are max_num_seqs"),
         (["--apply"], "--apply is for --tune"),
+        (["--tune", "--policies", "static,continuous"], "give one of the two"),
         (["--while-serving"], "--while-serving is for --tune"),
         (["--tune", "--apply"], "--apply is for the server of --url"),
         ([*SIMULATE[1:], "--tune", "num_speculative_tokens"], "nothing can be drafted"),

@@ -47,7 +47,9 @@ ASKED = (
 )  # fmt: skip
 
 # What is not for an earlier result, which is only shown again.
-MEASURING = ("url", "simulate", "json", "progress_json", "workload", "trace", "conversations", "mix")
+MEASURING = (
+    "url", "simulate", "json", "progress_json", "workload", "trace", "conversations", "mix", "tune", "policies",
+)  # fmt: skip
 
 
 def register(commands: argparse._SubParsersAction[Parser]) -> None:

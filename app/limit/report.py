@@ -237,7 +237,7 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _observed_settings(curve: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the server's metrics told of its settings, where it told nothing else."""
-    known = next((run["observed"] for run in curve if run["observed"]), {})
+    known: Mapping[str, Any] = next((run["observed"] for run in curve if run["observed"]), {})
     names = {"max_num_seqs": "max_num_seqs", "token_budget": "max_num_batched_tokens"}
     return {name: known[key] for key, name in names.items() if known.get(key) is not None}
 

@@ -123,7 +123,7 @@ def _points(measure: Measure, of: Callable[[Result], float | None], result: Resu
         value = _known(of, run)
         if value is not None:
             told = f"{per_second(run['rate'])} requests/s, seed {run['seed']}: {measure.word(value)}"
-            points.append(Point(run["rate"], value, verdict_of(run), f"{told}, {verdict_words(run)}"))
+            points.append(Point(run["rate"], value, verdict_of(run), f"{told}, {verdict_words(run)}", run["seed"]))
     return points
 
 

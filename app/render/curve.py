@@ -7,6 +7,7 @@ shape of a mark says the same as its colour.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,12 +33,13 @@ SHAPES = {
 
 
 class Point(NamedTuple):
-    """One run: its rate, what was measured there, `yes`, `no` or `unknown`, and what hovering tells."""
+    """One run: its rate, what was measured there, `yes`, `no` or `unknown`, what hovering tells, and its seed."""
 
     rate: float
     value: float
     verdict: str
     told: str
+    seed: int = 0
 
 
 class Limit(NamedTuple):
@@ -146,10 +148,15 @@ def _band(css: str, limit: Limit, x: Callable[[float], str]) -> list[str]:
 
 
 def _links(css: str, points: Sequence[Point], x: Callable[[float], str], y: Callable[[float], float]) -> list[str]:
-    """Lines between the means at neighbouring rates; of runs that say nothing there are none."""
+    """Lines between neighbouring rates, of the seed that most of them were tried with: only its requests are the same.
+
+    Of runs that say nothing there are none.
+    """
+    known = [point for point in points if point.verdict != "unknown"]
+    seed = next((seed for seed, _ in Counter([point.seed for point in known]).most_common(1)), 0)
     by_rate: dict[float, list[float]] = {}
-    for point in points:
-        if point.verdict != "unknown":
+    for point in known:
+        if point.seed == seed:
             by_rate.setdefault(point.rate, []).append(point.value)
     means = [(rate, sum(values) / len(values)) for rate, values in sorted(by_rate.items())]
     return [

@@ -231,7 +231,7 @@ def _points(name: str, runs: Sequence[Mapping[str, Any]]) -> list[Point]:
         value = run[f"{name}_p95_seconds"]
         if value is not None:
             at = f"{per_second(run['rate'])} requests/s: {numbers.seconds(value)}"
-            points.append(Point(run["rate"], value, verdict_of(run), f"{at}, {verdict_words(run)}"))
+            points.append(Point(run["rate"], value, verdict_of(run), f"{at}, {verdict_words(run)}", run["seed"]))
     return points
 
 

@@ -173,6 +173,7 @@ def test_the_command_writes_a_report_and_makes_one_of_what_it_wrote_before(
         (None, ("--url", "http://x"), "leave --url out"),
         (None, ("--simulate",), "leave --simulate out"),
         (None, ("--json", "x.json"), "leave --json out"),
+        (None, ("--policies", "static,continuous"), "leave --policies out"),
         (None, ("--html", "nowhere/x.html"), "cannot be written"),
         (None, ("--against", "nowhere.json"), "nowhere.json cannot be read"),
     ],

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 
+from app.compare.load import Source
+from app.compare.options import Options as Compared
 from app.endings import Ending
 from app.limit.options import Options, make_source
-from app.recording.lines import CLASSES
+from app.recording.lines import CLASSES, line_of
 from app.recording.recording import Recording
 from app.traces import read_trace
 from engine.config import SloTargets
@@ -100,6 +104,41 @@ def test_both_classes_of_a_recording_have_targets_of_their_own_and_keep_their_ti
     assert (alone.targets, alone.is_background) == (interactive, True)
 
 
+requests = st.lists(
+    st.tuples(
+        st.floats(0, 6e5),
+        st.integers(1, 8192),
+        st.integers(0, 8192),
+        st.integers(0, 500),
+        st.sampled_from(CLASSES),
+        st.sampled_from([("stop", None), ("length", None), ("error", None), ("abort", "client")]),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(requests, st.floats(0, 1e9))
+def test_whatever_was_written_is_read_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, asked: list[Any], began: float
+) -> None:
+    path = tmp_path_factory.mktemp("own") / "own.jsonl"
+    with path.open("wb") as file:
+        for arrival, prompt, answer, blocks, work_class, (reason, cause) in asked:
+            ended = Ending(
+                "", "", "", work_class, reason, cause, began + arrival, 0.0, prompt, 16 * blocks, answer
+            )  # fmt: skip
+            file.write(line_of(ended, began))
+    items = read_trace(path).items
+    assert sorted((item.num_prompt_tokens, item.num_output_tokens, item.is_background) for item in items) == sorted(
+        (prompt, max(1, answer), work_class == CLASSES[1]) for _, prompt, answer, _, work_class, _ in asked
+    )
+    first = min(arrival for arrival, *_ in asked)
+    arrivals = [item.arrival_seconds for item in items]
+    assert arrivals == sorted(arrivals)
+    assert arrivals == pytest.approx(sorted(arrival - first for arrival, *_ in asked), abs=2e-4)
+
+
 async def record_of(engine: Engine, path: Path, requests: Sequence[tuple[float, GenerationRequest]]) -> list[Any]:
     """Hand requests in, each at its time, and record them in a file; gives the lines by their arrival."""
     began = trio.current_time()
@@ -177,6 +216,14 @@ async def test_a_replay_has_the_lengths_the_gaps_and_the_classes_of_what_was_rec
     for ours, theirs in zip(load.workload.items, workload.items, strict=False):
         assert ours.arrival_seconds * stretch == pytest.approx(theirs.arrival_seconds)
         assert (ours.num_prompt_tokens, ours.is_background) == (theirs.num_prompt_tokens, theirs.is_background)
+
+
+def test_the_policies_are_compared_under_a_recording_too(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text(recorded() + recorded(timestamp=500, cached_length=16, **{"class": "background"}))
+    workload = Source(Compared(trace=path), max_requests=10).take(2, 2.0, 512)
+    assert [(item.num_prompt_tokens, item.num_output_tokens) for item in workload.items] == [(20, 4), (20, 4)]
+    assert (workload.items[1].prefix_ids, workload.prefix_block_tokens) == ((0,), 8)
 
 
 async def test_a_replay_finds_in_the_cache_about_what_was_found(tmp_path: Path, autojump_clock: MockClock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from app.telemetry import Telemetry
     from engine.engine import Engine
 
+log = logging.getLogger("relevo.limit")
+
+BROKEN: Final = '<p class="error">This could not be drawn; the log of the server says more.</p>'
 TICK_SECONDS: Final = 1.0
 RUNS: Final = ("curve", "tried", "capacity", "single_user")
 # Whoever looks on is brought news no more often.
@@ -121,9 +125,15 @@ class LimitView:
         yield encode_event("bye", "The server is shutting down.").encode()
 
     def _part(self, name: str, key: Any, make: Callable[[], Mapping[str, Any]]) -> str:
+        """A part; a fault while drawing it is logged, and costs that part alone."""
         known = self._known.get(name)
         if known is None or known[0] != key:
-            known = self._known[name] = (key, self._templates[name].render(make()))
+            try:
+                html = self._templates[name].render(make())
+            except Exception:
+                log.exception("a part of the page of the limit could not be drawn: %s", name)
+                html = BROKEN
+            known = self._known[name] = (key, html)
         return known[1]
 
     def _ask_variables(self) -> dict[str, Any]:

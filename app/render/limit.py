@@ -252,11 +252,13 @@ def _tiles(result: Mapping[str, Any], asked: Mapping[str, Any]) -> list[Tile]:
         Tile("Just below it", speed, "tokens/s", f"goodput {limit['goodput']:.2f} requests/s"),
     ]
     if limit["users"] is not None:
-        thinks = f"each {asked['think_time']:g} s between an answer and the next question"
+        think = asked["think_time"]
+        thinks = f"each {think:g} s between an answer and the next question" if think is not None else ""
         tiles.append(Tile("Users at once", numbers.count(int(limit["users"])), "", thinks))
     if limit["cost_per_million_output_tokens"] is not None:
         cost, price = limit["cost_per_million_output_tokens"], asked["price_per_hour"]
-        tiles.append(Tile("A million output tokens", f"{cost:.2f}", "", f"at {price:g} an hour"))
+        at = f"at {price:g} an hour" if price is not None else ""
+        tiles.append(Tile("A million output tokens", f"{cost:.2f}", "", at))
     if single is not None:
         whole = f"whole answer {numbers.seconds(single['e2e_p50_seconds'])}"
         first = numbers.seconds(single["ttft_p50_seconds"])

@@ -130,7 +130,7 @@ def test_axe_finds_no_serious_fault_while_one_runs_and_afterwards(
     context = browser.new_context(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     page = context.new_page()
     page.goto(f"{base}/ops/limit")
-    assert httpx.post(f"{base}/ops/limit", json=wish()).status_code == 202
+    assert httpx.post(f"{base}/ops/limit", json=wish(think_time=20.0)).status_code == 202
     until(page, "document.querySelectorAll('.curve .spot').length > 12")
     assert not faults(page)
     go.touch()

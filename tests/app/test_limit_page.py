@@ -427,6 +427,20 @@ async def test_what_tuning_needs_is_handed_on(tmp_path: Path) -> None:
         assert words[-1].startswith("--admin-token=@/dev/fd/")
 
 
+async def test_what_cannot_be_drawn_costs_one_part_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = {"say": {"event": "run", "kind": "rate", "rate": "quick"}}
+    async with serve(tmp_path, [broken, progress_line(4.0, 37), {"wait": str(tmp_path / "never")}]) as server:
+        await start(server)
+        await until(server, "it['trying']['ended'] == 37")
+        page = await server.client.get("/ops/limit", headers=HTML)
+        assert page.status_code == 200
+        assert "4.00 requests/s: 37 of 400 requests answered" in plain(page.text)
+        assert page.text.count("This could not be drawn") == 2  # the curves and the runs
+        assert "could not be drawn: runs" in caplog.text
+
+
 async def test_a_disk_that_takes_nothing_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "limits").write_text("no folder")
     async with serve(tmp_path, whole_script()) as server:

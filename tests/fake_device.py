@@ -56,7 +56,7 @@ class FakeDevice(FakeRunner):
         self.caller_is_busy_until = 0.0
         self.depths: list[int] = []  # steps under way when each was launched, itself among them
         self._clock = clock
-        self._step_seconds = step_seconds
+        self.step_seconds = step_seconds
         self._before_launch = before_launch
         self._under_way: deque[Launched] = deque()
         self._is_busy_until = 0.0
@@ -76,7 +76,7 @@ class FakeDevice(FakeRunner):
         if self._before_launch is not None:
             self._before_launch(batch)
         now = self._clock()
-        self._is_busy_until = max(self._is_busy_until, now + LAUNCH_SECONDS) + self._step_seconds
+        self._is_busy_until = max(self._is_busy_until, now + LAUNCH_SECONDS) + self.step_seconds
         launched = Launched(self._compute_step(batch), self._is_busy_until)
         self._under_way.append(launched)
         self.depths.append(len(self._under_way))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,7 @@ def test_what_is_known_too_late_enters_no_cache() -> None:
     assert first.num_remembered_blocks == 0
     simulation.step()
     assert (first.num_computed_tokens, first.num_remembered_blocks) == (16, 2)
+    assert simulation.scheduler.counters.num_prompt_tokens == 8
     simulation.run()
     assert first.num_remembered_blocks == 0  # given back
     assert simulation.scheduler.kv_cache.usage.cached == 4
@@ -107,6 +109,24 @@ def test_a_sequence_that_loses_its_seat_draws_what_was_under_way_again() -> None
     for sequence in (given_up, asks):
         expected = expected_output(sequence.prompt_token_ids, sequence.params.max_tokens or 0)
         assert simulation.outputs[sequence.sequence_id] == expected
+
+
+def test_a_row_that_fails_ends_alone_whatever_is_computed_behind_it() -> None:
+    simulation = simulate()
+    bad, good = simulation.add(5, max_tokens=8), simulation.add(5, max_tokens=8)
+    batches, tickets = [], []
+    for _ in range(2):
+        batches.append(simulation.scheduler.schedule(0.0))
+        simulation.scheduler.launched(batches[-1])
+        tickets.append(simulation.runner.launch(batches[-1]))
+    broken = replace(simulation.runner.collect(tickets[0]), failures={0: "not a number"})
+    simulation.update(batches[0], broken)
+    assert bad.finish_reason is FinishReason.ERROR
+    simulation.update(batches[1], simulation.runner.collect(tickets[1]))
+    assert simulation.scheduler.counters.num_dropped_results == 1
+    simulation.run()
+    assert simulation.outputs[bad.sequence_id] == []
+    assert simulation.outputs[good.sequence_id] == expected_output(good.prompt_token_ids, 8)
 
 
 def test_nobody_loses_a_seat_for_blocks_that_are_about_to_be_given_back() -> None:

@@ -125,6 +125,19 @@ async def test_a_change_of_policy_waits_for_what_is_under_way(autojump_clock: Mo
         await assert_sound(engine)
 
 
+async def test_a_step_that_does_not_come_back_is_noticed(autojump_clock: MockClock) -> None:
+    device = FakeDevice(NUM_BLOCKS, 4)
+    async with open_device_engine(device) as engine:
+        await assert_right(engine.submit(ask("question", 40)))
+        device.step_seconds = 60.0
+        late = engine.submit(ask("late", 3))
+        await trio.sleep(10)
+        assert engine.health().reason == "stalled: a step has been running for 10 s"
+        await assert_right(late)
+        await trio.sleep(1)
+        assert engine.health().ready
+
+
 async def test_the_end_of_the_engine_waits_for_every_step_that_was_launched(autojump_clock: MockClock) -> None:
     device = FakeDevice(NUM_BLOCKS, 4)
     async with open_device_engine(device) as engine:

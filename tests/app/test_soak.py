@@ -25,8 +25,6 @@ from tests.app.test_loop_held import LongestTurn
 from tests.app.wire import count_tasks, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from engine.handle import GenerationRequest, Handle
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "1000"))
@@ -119,12 +117,10 @@ async def play_part(server: Server, first: int, number: int, told: Told) -> None
 
 
 @pytest.fixture
-def _tests_objects_apart() -> Iterator[None]:
+def _tests_objects_apart() -> None:
     """They are not the server's to look through."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.slow

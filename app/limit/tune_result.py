@@ -3,7 +3,8 @@
 {"controls":   [{"name", "range": [least, most] or null, "choices": [...] or null, "present", "best", "tried": [...],
                  "idle": why it was not turned, or null}],
  "candidates": [{"control", "value", "settings", "against", "rate", "seed", "requests", "ended_early", "excess",
-                 "their_excess", "margin": {"ratio", "low", "high"} or null, "verdict", "limit": {...} or null, "why"}],
+                 "their_excess", "margin": {"ratio", "low", "high"} or null, "verdict",
+                 "beyond": {"rate", "excess"} or null, "limit": {...} or null, "why"}],
  "present":    {"settings", "limit": {"requests_per_second", "low", "high"} or null},
  "found":      the same of the best that the search came upon, or null,
  "best":       {"settings", "changes": {name: [present, best]}, "limit"}: the present ones where none is believed in,
@@ -76,6 +77,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "their_excess": one.theirs.excess,
         "margin": None if margin is None else {"ratio": margin.estimate, "low": margin.low, "high": margin.high},
         "verdict": one.verdict,
+        "beyond": {"rate": one.beyond.rate, "excess": one.beyond.excess} if one.beyond is not None else None,
         "limit": _limit(one.standing.limit) if one.standing is not None else None,
         "why": one.why or None,
     }
@@ -93,7 +95,7 @@ def _evidence(tuned: Tuned) -> dict[str, Any]:
     verdict = tuned.verdict
     if verdict is None:
         number = len(tuned.candidates)
-        why = f"of {number} none was better by more than chance" if number else "nothing else could be tried"
+        why = f"of {number} none was better" if number else "nothing else could be tried"
         return {"believed": False, "why": why, "gain": None, "pairs": []}
     pairs = []
     for pair in tuned.pairs:

@@ -2,8 +2,8 @@
 
 One control is turned at a time, from the settings that there are (coordinate ascent). Whoever wants to take their place
 gets the same requests at the same times, at a rate at which they just no longer hold (common random numbers). Most are
-lost there, which is soon certain; for who holds, and is nearer to the promise by more than chance, the limit is found,
-and it is the next to be beaten.
+lost there, which is soon certain. For who holds there, and at a somewhat higher rate too, the limit is found, and it is
+the next to be beaten. What chance there was in that is left to fresh seeds (`tune_confirm`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ if TYPE_CHECKING:
 STEPS: Final = (2.0, math.sqrt(2.0))
 # A bar at which the settings that hold do hold when they are measured again is raised so often.
 MAX_RAISES: Final = 3
-# What is nearer to the promise by less than this is no better: the draws know the chance among requests, and not what
-# else is up on a machine.
+# How far beyond the rate at which the others no longer hold one has to hold to be better.
+BEYOND: Final = 1.05
+# Where settings hold at no rate, what is nearer to the promise by less than this is no better: draws know the chance
+# among requests, and not what else is up on a machine.
 MAX_RATIO: Final = 0.95
+# What is further from it by no more than this is about as good: behind a flat stretch it may go up, so a way is
+# followed over so many values of that kind.
+FLAT_RATIO, MAX_FLAT = 1.25, 2
 
 
 class RefusedError(RelevoError):
@@ -102,6 +107,7 @@ class Candidate:
         margin: how far it was from the promise over how far they were, below 1 where it was nearer; `None` where one of
             the two runs was ended early.
         verdict: `better`, `no better`, `lost`, `refused` or `unknown`.
+        beyond: its run at the higher rate, where it held at the first.
         standing: its own, where it is better.
     """
 
@@ -112,6 +118,7 @@ class Candidate:
     run: Run | None
     margin: Interval | None
     verdict: str
+    beyond: Run | None = None
     standing: Standing | None = None
     why: str = ""
 
@@ -158,22 +165,30 @@ class Ascent:
         return present if best.values == present.values else best
 
     def _turn(self, control: Control, best: Standing, step: float) -> Standing:
-        """Turn one control for as long as that is better; the other way only where the first was not."""
+        """Turn one control for as long as that is better or about as good; the other way where that led nowhere."""
         why = control.idle(best.runs)
         if why is not None:
             self.idle.setdefault(control.name, why)
             return best
         self.idle.pop(control.name, None)
         for way in control.ways(best.values, step):
-            start = best
+            start, num_flat = best, 0
             for value in way:
                 better = self._try(control, value, best)
-                if better is None:
+                if better is not None:
+                    best, num_flat = better, 0
+                elif num_flat < MAX_FLAT and self._is_flat({**best.values, control.name: value}):
+                    num_flat += 1
+                else:
                     break
-                best = better
             if best is not start and control.span is not None:
                 break
         return best
+
+    def _is_flat(self, values: Values) -> bool:
+        """Whether settings that were tried are about as good as those that they were compared with."""
+        found = [one for one in self.candidates if {**one.against, one.control: one.value} == values]
+        return any(one.run is not None and one.run.excess <= FLAT_RATIO * one.theirs.excess for one in found)
 
     def _try(self, control: Control, value: Value, best: Standing) -> Standing | None:
         """Its standing where it is better, else `None`."""
@@ -193,22 +208,25 @@ class Ascent:
         except RefusedError as error:
             self.candidates.append(turned(None, None, "refused", why=str(error)))
             return None
-        margin = margin_of(run, theirs)
-        verdict = _verdict(run, margin, is_lost=best.is_lost)
-        standing = self._standing(values, run) if verdict == "better" else None
-        self.candidates.append(turned(run, margin, verdict, standing))
+        margin, beyond = margin_of(run, theirs), None
+        if _holds(run) and not best.is_lost and self._afford(theirs.rate * BEYOND):
+            beyond = self._valid(values, theirs.rate * BEYOND, whole=False)
+        verdict = _verdict(run, beyond, margin, is_lost=best.is_lost)
+        standing = self._standing(values, run, beyond) if verdict == "better" else None
+        self.candidates.append(turned(run, margin, verdict, beyond, standing))
         return standing
 
-    def _standing(self, values: Values, first: Run) -> Standing:
-        """With the limit of settings that are better; a run of them is known already."""
+    def _standing(self, values: Values, first: Run, beyond: Run | None) -> Standing:
+        """With the limit of settings that are better; one run or two of them are known already."""
         if not first.holds:
             return Standing(values, (first,))
-        known = [first]
+        known = [beyond or first]
 
         def measure(rate: float, seed: int) -> Run:
             return known.pop() if known else self._measure(values, rate, seed)
 
-        return self._with_bar(Standing(values, tuple(search(measure, first.rate, (self._seed,), afford=self._afford))))
+        runs = search(measure, known[0].rate, (self._seed,), afford=self._afford)
+        return self._with_bar(Standing(values, tuple([first, *runs] if beyond else runs)))
 
     def _with_bar(self, standing: Standing) -> Standing:
         """With a run to its end at the rate at which others have to be better.
@@ -231,7 +249,11 @@ class Ascent:
         return run
 
 
-def _verdict(run: Run, margin: Interval | None, *, is_lost: bool) -> str:
+def _holds(run: Run) -> bool:
+    return run.is_valid and run.holds
+
+
+def _verdict(run: Run, beyond: Run | None, margin: Interval | None, *, is_lost: bool) -> str:
     """What came of a candidate.
 
     Args:
@@ -239,6 +261,9 @@ def _verdict(run: Run, margin: Interval | None, *, is_lost: bool) -> str:
     """
     if not run.is_valid:
         return "unknown"
-    if not run.holds and not is_lost:
+    if is_lost:
+        nearer = margin is not None and margin.high < MAX_RATIO
+        return "better" if run.holds or nearer else "no better"
+    if not run.holds:
         return "lost"
-    return "better" if margin is not None and margin.high < MAX_RATIO else "no better"
+    return "better" if beyond is not None and _holds(beyond) else "no better"

@@ -67,8 +67,11 @@ def came_of(one: Mapping[str, Any]) -> str:
     if one["verdict"] == "unknown":
         return "unknown: the generator was late"
     early = ", ended early" if one["ended_early"] else ""
-    limit = f": limit {_limit(one['limit'])}" if one["limit"] else ""
-    return f"{one['verdict']}{early}{limit}"
+    if one["limit"]:
+        return f"{one['verdict']}: limit {_limit(one['limit'])}"
+    beyond = one["beyond"]
+    too_many = f": lost at {per_second(beyond['rate'])} requests/s" if beyond and beyond["excess"] > 1 else ""
+    return f"{one['verdict']}{early}{too_many}"
 
 
 def _limit(limit: Mapping[str, float] | None) -> str:

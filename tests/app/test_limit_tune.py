@@ -104,7 +104,7 @@ def test_where_nothing_is_better_the_settings_stay_and_it_is_said() -> None:
     tried = [(one.control, one.value) for one in done.candidates]
     assert tried == [(SEATS, 64), (SEATS, 16), (POLICY, "static"), (POLICY, "dynamic"), (SEATS, 45), (SEATS, 23)]
     (last,) = tune_lines(tune_result(done, applied=False))[-1:]
-    assert last == "The settings you have are as good as any that were tried: of 6 none was better by more than chance."
+    assert last == "The settings you have are as good as any that were tried: of 6 none was better."
 
 
 def test_each_is_tried_with_the_requests_and_the_rate_of_those_it_is_compared_with() -> None:
@@ -334,8 +334,11 @@ def simulated(num_counted: int, **config: Any) -> SimulatedMeasure:
 
 @pytest.mark.slow
 def test_what_is_found_is_what_trying_every_combination_finds() -> None:
-    """Against the real scheduler in virtual time."""
-    base = simulated(250)
+    """Against the real scheduler in virtual time.
+
+    Neither more seats nor half the budget is better at first; only a quarter of it is, and then more seats are.
+    """
+    base = simulated(150)
     names = (SEATS, BUDGET)
     measure = TunedMeasure(base, {}, lambda _what: None, Watch())
     view = view_of(base.config)
@@ -344,7 +347,7 @@ def test_what_is_found_is_what_trying_every_combination_finds() -> None:
     clock = Clock(1e9, lambda _rate: 0.0)
     done = tune(measure, controls_of(view, names), own, start, Options(targets=base.source.promise.targets[0]), clock)
     limits = {}
-    for seats, budget in itertools.product((1, 2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256, 512)):
+    for seats, budget in itertools.product((4, 8, 16, 32), (32, 64, 128, 256, 512)):
         limit = limit_of(search(partial(measure, {SEATS: seats, BUDGET: budget}), start, (0,)))
         limits[seats, budget] = limit.estimate if limit else 0.0
     best = max(limits.values())

@@ -149,10 +149,7 @@ def _rival(shape: Shape, device: torch.device) -> partial[torch.Tensor] | None:
 
 
 def _cases(shapes: list[Shape]) -> list[Case]:
-    return [
-        Case("paged_attention", shape.name, partial(make_work, shape), 89 if shape.cache_dtype == FLOAT8 else 80)
-        for shape in shapes
-    ]
+    return [Case("paged_attention", shape.name, partial(make_work, shape)) for shape in shapes]
 
 
 MANY, SHORT, FEW = (((4095, 1),) * 64, ((799, 1),) * 256, ((4095, 1),))

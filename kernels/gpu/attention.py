@@ -71,9 +71,48 @@ def _row_of_tile(
 
 
 @triton.jit
+def _unpack(pairs: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """The eight-bit floats (e4m3) in the low halves of whole numbers, and those in the high halves.
+
+    Two by two because products' operands come out of shared memory in 16 bits; eight would be fetched one by one.
+
+    Args:
+        pairs: int16.
+        NATIVE: with the instruction that NVIDIA has from sm_89 on.
+
+    Returns:
+        Two tensors of float16.
+    """
+    if NATIVE:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 first, second;
+            .reg .b32 wide_first, wide_second;
+            mov.b32 {first, second}, $2;
+            cvt.rn.f16x2.e4m3x2 wide_first, first;
+            cvt.rn.f16x2.e4m3x2 wide_second, second;
+            prmt.b32 $0, wide_first, wide_second, 0x5410;
+            prmt.b32 $1, wide_first, wide_second, 0x7632;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        # Sign, exponent and mantissa in their places; the exponents' biases differ by eight.
+        low = (((pairs << 8) & -32768) | ((pairs << 7) & 0x3F80)).to(tl.float16, bitcast=True) * 256.0
+        high = ((pairs & -32768) | ((pairs >> 1) & 0x3F80)).to(tl.float16, bitcast=True) * 256.0
+    return low, high
+
+
+@triton.jit
 def _attend(
     query: tl.tensor,
+    query_odd: tl.tensor,
     total: tl.tensor,
+    total_odd: tl.tensor,
     maximum: tl.tensor,
     norm: tl.tensor,
     first_tile: tl.tensor,
@@ -92,11 +131,14 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Take the tiles from `first_tile` up to `last_tile` into total, maximum and norm.
+    """Take the tiles from `first_tile` up to `last_tile` into total, total_odd, maximum and norm.
 
     Not MASKED promises that every line sees every key of these tiles. A line's scores times `scale` are logarithms to
-    base 2; the maximum is that of the scores themselves.
+    base 2; the maximum is that of the scores themselves. PAIRS: the cache has pairs of eight-bit floats, `query` and
+    `total` are columns of even number, and `query_odd` and `total_odd` the others; else those two are left alone.
     """
     columns = tl.arange(0, PADDED_SIZE)
     inside = columns[None, :] < HEAD_SIZE
@@ -123,7 +165,12 @@ def _attend(
         else:
             key = tl.load(key_ptr + places)
             value = tl.load(value_ptr + places)
-        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision=PRECISION)
+        if PAIRS:
+            key_even, key_odd = _unpack(key, NATIVE)
+            scores = tl.dot(query, tl.trans(key_even))
+            scores = tl.dot(query_odd, tl.trans(key_odd), scores)
+        else:
+            scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision=PRECISION)
         if MASKED:
             seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] < key_limit)
             scores = tl.where(seen, scores, float("-inf"))
@@ -135,9 +182,15 @@ def _attend(
         fade = tl.exp2((maximum - higher) * scale)
         norm = norm * fade + tl.sum(chances, axis=1)
         total = total * fade[:, None]
-        total = tl.dot(chances.to(query.dtype), value.to(query.dtype), total, input_precision=PRECISION)
+        chances = chances.to(query.dtype)
+        if PAIRS:
+            value_even, value_odd = _unpack(value, NATIVE)
+            total = tl.dot(chances, value_even, total)
+            total_odd = tl.dot(chances, value_odd, total_odd * fade[:, None])
+        else:
+            total = tl.dot(chances, value.to(query.dtype), total, input_precision=PRECISION)
         maximum = higher
-    return total, maximum, norm
+    return total, total_odd, maximum, norm
 
 
 @triton.jit
@@ -175,6 +228,8 @@ def paged_attention_kernel(
     SCALED: tl.constexpr,
     SEARCH: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> None:
     """Program (tile of tokens, key head, segment). DECODE: tile r is row r, which has one token, token r."""
     kv_head = tl.program_id(1)
@@ -219,6 +274,9 @@ def paged_attention_kernel(
     places = (tokens * query_token_stride + head * query_head_stride)[:, None] + columns[None, :]
     query = tl.load(query_ptr + places, mask=wanted, other=0.0)
     query = query.to(PRODUCT)
+    query_odd = query
+    if PAIRS:
+        query, query_odd = tl.split(tl.reshape(query, (LINES, PADDED_SIZE // 2, 2)))
     positions = first_position + token
 
     value_scale = 1.0
@@ -228,21 +286,27 @@ def paged_attention_kernel(
     key_ptr = kv_cache_ptr + kv_head * kv_head_stride
     value_ptr = key_ptr + side_stride
     table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
-    total = tl.zeros([LINES, PADDED_SIZE], tl.float32)
+    PARTS: tl.constexpr = 2 if PAIRS else 1  # of a head, in the cache's elements
+    total = tl.zeros([LINES, PADDED_SIZE // PARTS], tl.float32)
+    total_odd = total
     maximum = tl.full([LINES], float("-inf"), tl.float32)
     norm = tl.zeros([LINES], tl.float32)
     if not DECODE:
         # Tiles that all lines see as a whole come first, and pay for no masks.
         whole = (first_position + 1) // KEYS
-        total, maximum, norm = _attend(
-            query, total, maximum, norm, first_tile, whole, key_limit, positions, table_ptr, key_ptr, value_ptr,
-            block_stride, slot_stride, scale, False, HEAD_SIZE, PADDED_SIZE, BLOCK_SIZE, KEYS, PRECISION,
+        total, total_odd, maximum, norm = _attend(
+            query, query_odd, total, total_odd, maximum, norm, first_tile, whole, key_limit, positions, table_ptr,
+            key_ptr, value_ptr, block_stride, slot_stride, scale, False, HEAD_SIZE // PARTS, PADDED_SIZE // PARTS,
+            BLOCK_SIZE, KEYS, PRECISION, PAIRS, NATIVE,
         )  # fmt: skip
         first_tile = whole
-    total, maximum, norm = _attend(
-        query, total, maximum, norm, first_tile, last_tile, key_limit, positions, table_ptr, key_ptr, value_ptr,
-        block_stride, slot_stride, scale, True, HEAD_SIZE, PADDED_SIZE, BLOCK_SIZE, KEYS, PRECISION,
+    total, total_odd, maximum, norm = _attend(
+        query, query_odd, total, total_odd, maximum, norm, first_tile, last_tile, key_limit, positions, table_ptr,
+        key_ptr, value_ptr, block_stride, slot_stride, scale, True, HEAD_SIZE // PARTS, PADDED_SIZE // PARTS,
+        BLOCK_SIZE, KEYS, PRECISION, PAIRS, NATIVE,
     )  # fmt: skip
+    if PAIRS:
+        total = tl.interleave(total, total_odd)
     result = total * (value_scale / norm)[:, None]
 
     if NUM_SEGMENTS > 1:
@@ -317,7 +381,7 @@ def choose_tiles(group: int, head_size: int, cache_dtype: torch.dtype, *, decode
     least, padded_size = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(head_size)
     # Three products of a float32 each fill the registers soon.
     if decode or cache_dtype == torch.float32:
-        keys = 32 if cache_dtype.itemsize == 1 else 16384 // (padded_size * cache_dtype.itemsize)
+        keys = 16384 // (padded_size * max(2, cache_dtype.itemsize))
         wide = cache_dtype == torch.float32 and (padded_size > 128 or least > 16)
         return Tiles(least, min(max(16, keys), 128), 8 if wide else 4, 3)
     if padded_size > 128:
@@ -374,7 +438,8 @@ def paged_attention(
     num_rows = rows.seq_lens.shape[0]
     decode = max_query_len == 1
     group = num_heads // num_kv_heads
-    arch = 0 if decode else _arch(query.device)
+    pairs = kv_cache.dtype == torch.float8_e4m3fn
+    arch = _arch(query.device) if pairs or not decode else 0
     tiles = tiles or choose_tiles(group, head_size, kv_cache.dtype, decode=decode, arch=arch)
     lines, keys, num_warps, num_stages = tiles
     block_q = lines // group
@@ -382,17 +447,18 @@ def paged_attention(
     if num_rows == 0:
         return out
     padded_size = triton.next_power_of_2(head_size)
+    stored = kv_cache.view(torch.int16) if pairs else kv_cache
     grid = (num_rows if decode else num_tokens // block_q + num_rows, num_kv_heads, count)
     values, weights = segments or (out, out)
     paged_attention_kernel[grid](
-        query, kv_cache, out, rows.block_tables, rows.query_start_loc, rows.seq_lens,
+        query, stored, out, rows.block_tables, rows.query_start_loc, rows.seq_lens,
         out if scales is None else scales, values, weights, num_rows, math.log2(math.e) / math.sqrt(head_size),
         query.stride(0), query.stride(1), out.stride(0), out.stride(1), rows.block_tables.stride(0),
-        *kv_cache.stride()[:4],
+        *stored.stride()[:4],
         GROUP=group, HEAD_SIZE=head_size, PADDED_SIZE=padded_size, BLOCK_SIZE=block_size, LINES=lines, BLOCK_Q=block_q,
         KEYS=keys, DECODE=decode, NUM_SEGMENTS=count, PRODUCT=_product_dtype(query, kv_cache),
-        SCALED=scales is not None, SEARCH=SEARCH,
-        PRECISION="tf32x3", num_warps=num_warps, num_stages=num_stages,
+        SCALED=scales is not None, SEARCH=SEARCH, PRECISION="tf32x3", PAIRS=pairs, NATIVE=pairs and arch >= 89,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if segments is not None:
         combine_segments_kernel[(num_tokens, num_heads)](

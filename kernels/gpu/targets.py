@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -151,16 +152,18 @@ def _note(binary: bytes, key: str) -> int:
     return int.from_bytes(binary[at + 1 : at + 1 + width], "big") if width else binary[at]
 
 
-def compile_cases(names: Sequence[str], kernels: Sequence[str] = ()) -> list[Row]:
-    """Every main case on every one of these targets; of `kernels` alone if any are named."""
-    rows, meta = [], torch.device("meta")
+def compile_cases(names: Sequence[str], kernels: Sequence[str] = (), first: int | None = None) -> list[Row]:
+    """Each kernel's main cases, or the first of them, on these targets; of `kernels` alone if any are named."""
+    rows, meta, seen = [], torch.device("meta"), Counter[tuple[str, str]]()
     for index, name in enumerate(names):
         device = DEVICES[name]
         driver = TargetDriver(device, index)
         triton.runtime.driver.set_active(driver)
         for case in main_cases():
             too_old = device.target.backend == "cuda" and device.target.arch < case.least_arch
-            if too_old or (kernels and case.kernel not in kernels):
+            seen[name, case.kernel] += 1
+            beyond = first is not None and seen[name, case.kernel] > first
+            if too_old or beyond or (kernels and case.kernel not in kernels):
                 continue
             driver.launched.clear()
             case.make(meta).run()
@@ -169,10 +172,13 @@ def compile_cases(names: Sequence[str], kernels: Sequence[str] = ()) -> list[Row
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown."""
+    """The rows in Markdown; of those with the same figures the first alone."""
     head = "| target | kernel | shape | warps | stages | registers | shared KB | spills | 16-byte loads |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|"]
+    first: dict[tuple[str, Compiled], Row] = {}
     for row in rows:
+        first.setdefault((row.target, row.compiled), row)
+    for row in first.values():
         made = row.compiled
         loads = f"{made.wide_loads} of {made.loads}" if made.loads else "–"
         figures = (
@@ -201,10 +207,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.gpu.targets", description=__doc__)
     parser.add_argument("--target", nargs="+", choices=DEVICES, default=["sm_80", "sm_90"])
     parser.add_argument("--kernel", nargs="+", default=[], help="only these")
+    parser.add_argument("--first", type=int, metavar="N", help="only the first cases of each kernel")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument("--update", type=Path, help="a file with marks to put the table between")
     options = parser.parse_args(argv)
-    rows = compile_cases(options.target, options.kernel)
+    rows = compile_cases(options.target, options.kernel, options.first)
     if options.update:
         update(options.update, table(rows))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.bench.attention import Shape, make_operands
+from kernels.bench.attention import FLOAT8, Shape, make_operands
 from kernels.bench.cases import assert_close
 from kernels.gpu.attention import paged_attention
 from tests.kernels.far import FAR_BYTES, far
@@ -25,8 +25,20 @@ def check_huge_block_ids() -> int:
 
 def check_many_rows() -> int:
     """More rows than a program looks at in one go, some of them without tokens; gives the number of cases."""
-    shape = Shape(((0, 2),) * 200 + ((0, 0),) * 60 + ((7, 1),) * 2, 1, 1, 16, dtype=torch.float32)
+    shape = Shape(((0, 0),) * 256 + ((0, 2), (7, 1)), 1, 1, 16, dtype=torch.float32)
     query, kv_cache, rows, _ = make_operands(shape, torch.device("cpu"))
     result = paged_attention(query, kv_cache, rows, max_query_len=2)
     assert_close(result, reference.paged_attention(query, kv_cache, rows), 1e-5)
+    return 1
+
+
+def check_eight_bit_floats() -> int:
+    """Each of them is read for what it is: a row of one token gives its value; gives the number of cases."""
+    shape = Shape(((0, 1),), 1, 1, 256, dtype=torch.float16, cache_dtype=FLOAT8)
+    query, kv_cache, rows, _ = make_operands(shape, torch.device("cpu"))
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes % 128 == 127] = 0  # those two are no numbers
+    kv_cache[rows.block_tables[0, 0], 1, 0, 0] = codes.view(FLOAT8)
+    result = paged_attention(query, kv_cache, rows, max_query_len=1)
+    assert torch.equal(result[0, 0], codes.view(FLOAT8).to(torch.float16))
     return 1

@@ -1,0 +1,44 @@
+"""The Triton kernels compiled for devices that are not there, and what is said where none is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheel for this platform"),
+]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own: the driver that stands for a device is Triton's for good."""
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def test_no_kernel_spills_on_a_hopper() -> None:
+    made = run("kernels.gpu.targets", "--target", "sm_90", "--first", "3", "--json")
+    assert made.returncode == 0, made.stderr
+    rows = json.loads(made.stdout)
+    names = {row["compiled"]["name"] for row in rows}
+    assert {"paged_attention_kernel", "combine_segments_kernel", "rms_norm_kernel"} <= names
+    spilling = [(row["kernel"], row["shape"]) for row in rows if row["compiled"]["spills"]]
+    assert not spilling
+    attention = [row["compiled"] for row in rows if row["compiled"]["name"] == "paged_attention_kernel"]
+    assert all(made["wide_loads"] for made in attention), "keys and values come in small pieces"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_bench_says_so_in_one_line() -> None:
+    told = run("kernels.bench")
+    assert told.returncode == 1
+    assert told.stdout == ""
+    assert told.stderr.splitlines() == ["No GPU that torch can use: `--interpret` checks the kernels without one."]

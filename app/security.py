@@ -34,7 +34,7 @@ _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _OPEN: Final = frozenset({"/healthz", "/readyz", "/health", "/version", "/load", "/get_load", "/login", "/logout"})
 _API: Final = frozenset({"/", "/chat/many", "/chat/seats", "/docs", "/openapi.json", "/tokenize", "/detokenize"})
 # What helpers of the server need: they measure, and may tune.
-_LENT: Final = frozenset({"/metrics", "/admin/config"})
+_LENT: Final = frozenset({"/metrics", "/admin/config", "/admin/audit"})
 # A proxy on this machine passes on the whole world: with one of these the peer is not who asks.
 _FORWARDED: Final = ("Forwarded", "X-Forwarded-For", "X-Real-Ip", "X-Forwarded-Host", "Via")
 

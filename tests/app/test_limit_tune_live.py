@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 NAMES = (SEATS, BUDGET, POLICY)
 OWN: Values = {SEATS: 16, BUDGET: 128, POLICY: "continuous"}
+TOKEN = "right-token-of-the-admin"
 MORE: Values = {**OWN, SEATS: 32}
 OTHER: Values = {**OWN, BUDGET: 64, POLICY: "static"}
 
@@ -366,18 +367,20 @@ def change(admin: HttpAdmin) -> None:
         live.check()
 
 
-async def test_a_real_server_changes_goes_back_and_tells_of_others() -> None:
-    """The settings through HTTP, as the server itself keeps them."""
-    settings = make_settings(security={"admin_token": "right-token-of-the-admin"})
+@pytest.mark.parametrize("is_lent", [False, True])
+async def test_a_real_server_changes_goes_back_and_tells_of_others(is_lent: bool) -> None:
+    """The settings through HTTP, as the server itself keeps them; also with the key that it lends its own searches."""
+    settings = make_settings(security={"admin_token": TOKEN})
     async with open_server(
         settings, limits={"max_num_seqs": 16, "capacity_num_seqs": 64, "max_num_batched_tokens": 128}
     ) as server:
+        token = server.context.keys.keyring.lend("search", is_background=False) if is_lent else TOKEN
 
         def work() -> None:
             find = partial(find_endpoint, server.url, "chat")
             with pytest.raises(EndpointError, match="wants the admin token"):
                 LiveSettings(HttpAdmin(find()), NAMES)
-            admin = HttpAdmin(find(admin_token="right-token-of-the-admin"))
+            admin = HttpAdmin(find(admin_token=token))
             with pytest.raises(ChangedError, match="changed while they were tuned"):
                 change(admin)
 
@@ -385,11 +388,8 @@ async def test_a_real_server_changes_goes_back_and_tells_of_others() -> None:
         limits = server.engine.limits
         assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.policy) == (12, 128, "continuous")
         assert limits.max_waiting == 99
-        view = (await server.client.get("/admin/config", headers=HEADERS)).json()
+        view = (await server.client.get("/admin/config", headers={"Authorization": f"Bearer {TOKEN}"})).json()
         assert view["reverts"] == {}
-
-
-HEADERS = {"Authorization": "Bearer right-token-of-the-admin"}
 
 
 async def test_a_server_that_has_requests_of_others_is_refused() -> None:

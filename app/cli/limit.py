@@ -130,8 +130,6 @@ def run(options: argparse.Namespace) -> int:
     wish_of(options)  # what cannot be is told at once
     if options.policies and (options.url is not None or getattr(options, POLICY) is not None):
         raise ConfigError("--policies starts a server under each of them; leave --url and --policy out.")
-    if options.policies and options.tune is not None:
-        raise ConfigError("Give either --tune or --policies.")
     settings = settings_of(options if options.url is not None else with_one_number_of_seats(options))
     from app.limit.command import run_limit
     from app.limit.watch import open_lines

@@ -4,7 +4,8 @@ How far each run is from the promise is a ratio that is 1 where it just holds, a
 For each seed the logarithm is fitted by the rising steps nearest to it (isotonic regression), and the limit under that
 seed is where the fit crosses 0. The limit is the lowest of these: there every repeat held. For the interval the
 requests of each run are drawn anew in blocks, as those that follow one another wait together. At all rates of a seed
-the same blocks are drawn: the same requests came there, so a hard stretch of them is hard at every rate.
+the same blocks are drawn: the same requests came there, so a hard stretch of them is hard at every rate. A repeat is
+made at one rate or two; for the interval its own limit is told from how far it was from the promise there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ NUM_DRAWS: Final = 400
 INTERVAL: Final = (5, 95)  # percentiles of the draws
 # What is this far below the promise is no more held for it.
 MIN_EXCESS: Final = 1 / MAX_EXCESS
+# A ratio rises at least as fast as the rate; what lies further from the rates that were tried is not told.
+LEAST_SLOPE, MAX_REACH = 1.0, 1.15
 
 
 class Interval(NamedTuple):
@@ -46,7 +49,7 @@ def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None
     estimate = estimate_of(runs)
     if estimate is None:
         return None
-    drawn = _crossings(runs, np.array([_drawn(run, num_draws) for run in runs]))
+    drawn = _crossings(runs, np.array([_drawn(run, num_draws) for run in runs]), _slope(runs))
     # Where a draw holds nowhere, all that is known is that its limit would be below the lowest rate.
     least = min(run.rate for run in runs)
     low, high = (
@@ -75,8 +78,38 @@ def margin_of(run: Run, other: Run, num_draws: int = NUM_DRAWS) -> Interval | No
     return Interval(estimate, min(low, estimate), max(high, estimate))
 
 
-def _crossings(runs: Sequence[Run], logs: np.ndarray) -> list[tuple[float | None, float | None]]:
-    """The lowest and the highest limit of all seeds, for each column of `logs` ([runs, columns])."""
+def _slope(runs: Sequence[Run]) -> float | None:
+    """How fast the logarithm of the ratio rises with that of the rate, under the seed with the most runs."""
+    seeds = [run.seed for run in runs]
+    those = [run for run in runs if run.seed == max(seeds, key=seeds.count)]
+    points = [(math.log(run.rate), _log(run.excess)) for run in those if MIN_EXCESS < run.excess < MAX_EXCESS]
+    if len({rate for rate, _ in points}) < 2:
+        return None
+    rates, logs = zip(*points, strict=True)
+    return max(LEAST_SLOPE, float(np.polyfit(rates, logs, 1)[0]))
+
+
+def _beyond(rates: np.ndarray, logs: np.ndarray, slope: float) -> float:
+    """Where the fit would cross 0 on the side on which no rate was tried; `crossing` where it does in between."""
+    steps = isotonic(rates, logs)
+    (first, lowest), (last, highest) = steps[0], steps[-1]
+    rate, log = (first, lowest) if lowest > 0 else (last, highest)
+    if lowest > 0 or highest <= 0:
+        return float(rate * min(max(math.exp(-log / slope), 1 / MAX_REACH), MAX_REACH))
+    found = crossing(rates, logs)
+    assert found is not None
+    return found
+
+
+def _crossings(
+    runs: Sequence[Run], logs: np.ndarray, slope: float | None = None
+) -> list[tuple[float | None, float | None]]:
+    """The lowest and the highest limit of all seeds, for each column of `logs` ([runs, columns]).
+
+    Args:
+        slope: repeats are made at one or two rates, on one side of their limit, as a rule. With a slope it is told how
+            far on the other side of them it lies; without, a limit is not beyond the rates that were tried.
+    """
     seeds = sorted({run.seed for run in runs})
     members = [[place for place, run in enumerate(runs) if run.seed == seed] for seed in seeds]
     rates = [np.array([runs[place].rate for place in places]) for places in members]
@@ -85,7 +118,9 @@ def _crossings(runs: Sequence[Run], logs: np.ndarray) -> list[tuple[float | None
     pairs = []
     for column in logs.T:
         found = [
-            below if (own := crossing(those, column[places])) is None else own
+            _beyond(those, column[places], slope)
+            if slope is not None
+            else (below if (own := crossing(those, column[places])) is None else own)
             for those, places, below in zip(rates, members, lower, strict=True)
         ]
         known = [one for one in found if one is not None]

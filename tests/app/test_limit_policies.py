@@ -101,7 +101,7 @@ def test_policies_that_cannot_be_compared_are_wrong_use(run: Any, word: str) -> 
     [
         (("--url", "http://x"), "leave --url and --policy out"),
         (("--policy", "static"), "leave --url and --policy out"),
-        (("--tune",), "either --tune or --policies"),
+        (("--tune",), "give one of the two"),
     ],
 )
 def test_policies_are_those_of_a_server_that_is_started(run: Any, other: tuple[str, ...], said: str) -> None:

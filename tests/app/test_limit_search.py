@@ -181,6 +181,23 @@ def test_the_interval_is_wider_for_fewer_requests() -> None:
     assert few.high - few.low > 1.5 * (many.high - many.low)
 
 
+def test_the_one_rate_of_a_repeat_is_not_taken_for_its_limit() -> None:
+    def run_at(rate: float, share: float, seed: int = 0) -> Run:
+        return make_run(rate, seed, ttft=lambda place: 2.0 if (place * 0.618) % 1 < share else 0.1)
+
+    alone = [run_at(9.0, 0.03), run_at(10.0, 0.06), run_at(11.0, 0.12)]
+    held, lost = run_at(9.5, 0.02, seed=1), run_at(9.5, 0.08, seed=1)
+    first, better, worse = (limit_of([*alone, *more]) for more in ([], [held], [lost]))
+    assert first is not None
+    assert better is not None
+    assert worse is not None
+    assert better.high > 1.02 * first.high
+    assert worse.low < 0.98 * first.low
+    # The limit itself is no higher than where all were seen to hold.
+    assert better.estimate == 9.5
+    assert worse.estimate == 9.0
+
+
 def test_growth_that_was_seen_by_chance_widens_the_interval() -> None:
     """A wait that just does not grow too much holds, and with other requests it might not have."""
 

@@ -74,7 +74,8 @@ def main() -> None:
                 body = {"model": "fake", "messages": [message], "max_tokens": num_tokens, "ignore_eos": True}
                 say(f"chat {ask('/v1/chat/completions', key, body)}")
             case {"wait": path}:
-                while not Path(path).exists():
+                parent = os.getppid()
+                while not Path(path).exists() and os.getppid() == parent:
                     time.sleep(0.01)
             case {"deaf": _}:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

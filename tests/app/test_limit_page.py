@@ -205,7 +205,8 @@ async def test_beside_users_it_is_background_work_and_says_so(tmp_path: Path) ->
 async def test_its_own_requests_do_not_end_it_and_its_key_opens_what_it_needs_alone(
     tmp_path: Path, closed: bool
 ) -> None:
-    asks = [{"get": path} for path in ("/metrics", "/admin/config", "/v1/models", "/ops/stats.json", "/admin/keys")]
+    needed = ("/metrics", "/admin/config", "/admin/audit", "/v1/models")
+    asks = [{"get": path} for path in (*needed, "/ops/stats.json", "/admin/keys")]
     script = [{"chat": 5}, *asks, {"wait": str(tmp_path / "go")}, {"exit": 1, "error": "relevo: no luck"}]
     security = {"api_keys": ["alice=key"], "admin_token": "letmein"} if closed else {}
     seen: list[str] = []
@@ -220,7 +221,7 @@ async def test_its_own_requests_do_not_end_it_and_its_key_opens_what_it_needs_al
         lent = server.context.keys.keyring.lent
         assert lent is not None
         refused = 401 if closed else 200  # an open server asks nobody on this machine for a key
-        assert {*seen} >= {"chat 200", "/metrics 200", "/admin/config 200", "/v1/models 200"}
+        assert {*seen} >= {"chat 200", *(f"{path} 200" for path in needed)}
         assert f"/admin/keys {refused}" in seen
         assert f"/ops/stats.json {refused}" in seen
         listed = (await server.client.get("/admin/keys", headers=ADMIN)).json()

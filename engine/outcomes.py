@@ -94,6 +94,21 @@ class Outcomes:
         for sequence in self._live.values():
             sequence.num_pending_tokens = 0
 
+    def check_integrity(self) -> None:
+        """Hold what each sequence waits for against what is under way.
+
+        Raises:
+            RuntimeError: they contradict each other.
+        """
+        most, wrong = len(self._under_way), []
+        for sequence in self._live.values():
+            may_wait_for = most if sequence.seat >= 0 else 0
+            is_ahead = sequence.num_computed_tokens > sequence.num_tokens
+            if is_ahead or not 0 <= sequence.num_pending_tokens <= may_wait_for:
+                wrong.append(sequence.sequence_id)
+        if wrong:
+            raise RuntimeError(f"sequences {wrong[:8]} wait for tokens that are not under way")
+
     def apply(self, batch: ScheduledBatch, output: StepOutput, now: float, update: StepUpdate) -> None:
         """Apply what a step gave back and fill `update` row by row.
 

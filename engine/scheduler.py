@@ -199,6 +199,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Compare blocks, seats and queues with each other; raises `RuntimeError` where they contradict each other."""
+        self._outcomes.check_integrity()
         self.kv_cache.check_integrity(self._live.values())
         self._members.check_integrity()
 

@@ -156,6 +156,16 @@ def test_steps_come_back_in_their_order_and_have_no_drafts() -> None:
         drafting.scheduler.launched(drafting.batches[-1])
 
 
+def test_a_token_that_is_waited_for_in_vain_is_noticed() -> None:
+    simulation = simulate()
+    sequence = simulation.add(5, max_tokens=8)
+    simulation.step()
+    for pending, computed in ((2, 5), (1, 7)):
+        sequence.num_pending_tokens, sequence.num_computed_tokens = pending, computed
+        with pytest.raises(RuntimeError, match=r"\[1\] wait for tokens that are not under way"):
+            simulation.scheduler.check_integrity()
+
+
 REQUEST = st.fixed_dictionaries(
     {
         "num_prompt_tokens": st.integers(1, 30),

@@ -265,7 +265,7 @@ async def test_a_real_model_answers_the_same(autojump_clock: MockClock) -> None:
     ]
     told = []
     for overlaps in (False, True):
-        options: dict[str, Any] = {"num_blocks": 100, "num_speculative_tokens": 0}
+        options: dict[str, Any] = {"num_blocks": 40, "num_speculative_tokens": 0}
         async with tiny_engine.open_tiny_engine(overlaps=overlaps, **options) as engine:
             told.append(await tiny_engine.answer_all(engine, requests))
             snapshot = engine.snapshot()

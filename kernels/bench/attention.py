@@ -168,10 +168,10 @@ def main_cases() -> list[Case]:
     shapes = [Shape(each) for each in rows]
     many, mixed = Shape(MANY), Shape(MIXED)
     shapes += [Shape(each, cache_dtype=FLOAT8) for each in (MANY, FEW, MIXED)]
-    for heads, kv_heads, size in ((32, 8, 64), (32, 32, 80), (9, 3, 64), (32, 8, 96), (8, 4, 256), (32, 1, 128)):
+    for heads, kv_heads, size in ((32, 8, 64), (9, 3, 64), (32, 32, 80), (32, 8, 96), (8, 4, 256), (32, 1, 128)):
         shapes += [replace(shape, heads=heads, kv_heads=kv_heads, size=size) for shape in (many, mixed)]
-    shapes += [replace(shape, block_size=32) for shape in (many, mixed)]
-    shapes += [replace(shape, dtype=dtype) for shape in (many, mixed) for dtype in (torch.float16, torch.float32)]
+    shapes += [replace(many, block_size=32), replace(many, dtype=torch.float16)]
+    shapes += [replace(shape, dtype=torch.float32) for shape in (many, mixed)]
     return _cases(shapes)
 
 

@@ -52,6 +52,7 @@ class Compiled:
         registers: of a thread.
         shared_bytes: of a program.
         spills: instructions that put registers into memory or fetch them.
+        loop: instructions of the longest loop.
         wide_loads, loads: instructions that read global memory 16 bytes at a time, and all that read it.
     """
 
@@ -61,6 +62,7 @@ class Compiled:
     registers: int
     shared_bytes: int
     spills: int
+    loop: int
     wide_loads: int
     loads: int
 
@@ -134,15 +136,28 @@ def read_cubin(binary: bytes) -> dict[str, int]:
     return {
         "registers": int(re.findall(r"REG:(\d+)", text)[-1]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", text)),
+        "loop": _longest_loop(text),
         "wide_loads": sum(".128" in load for load in loads),
         "loads": len(loads),
     }
 
 
+def _longest_loop(text: str) -> int:
+    """Instructions from where a branch goes back to, up to the branch."""
+    addresses: list[int] = []
+    longest = 0
+    for address, instruction in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", text, re.MULTILINE):
+        addresses.append(int(address, 16))
+        target = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)$", instruction)
+        if target and int(target[1], 16) < addresses[-1]:
+            longest = max(longest, sum(int(target[1], 16) <= each for each in addresses))
+    return longest
+
+
 def read_code_object(binary: bytes) -> dict[str, int]:
     """The same of a kernel for AMD, from its notes; its instructions are not read."""
     spills = _note(binary, ".vgpr_spill_count") + _note(binary, ".sgpr_spill_count")
-    return {"registers": _note(binary, ".vgpr_count"), "spills": spills, "wide_loads": 0, "loads": 0}
+    return {"registers": _note(binary, ".vgpr_count"), "spills": spills, "loop": 0, "wide_loads": 0, "loads": 0}
 
 
 def _note(binary: bytes, key: str) -> int:
@@ -173,22 +188,16 @@ def compile_cases(names: Sequence[str], kernels: Sequence[str] = (), first: int 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in Markdown; of those with the same figures the first alone."""
-    head = "| target | kernel | shape | warps | stages | registers | shared KB | spills | 16-byte loads |"
-    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
+    head = "| target | kernel | shape | warps | stages | registers | shared KB | spills | loop | 16-byte loads |"
+    lines = [head, "|---|---|---|---|---|---|---|---|---|---|"]
     first: dict[tuple[str, Compiled], Row] = {}
     for row in rows:
         first.setdefault((row.target, row.compiled), row)
     for row in first.values():
         made = row.compiled
         loads = f"{made.wide_loads} of {made.loads}" if made.loads else "–"
-        figures = (
-            made.num_warps,
-            made.num_stages,
-            made.registers,
-            f"{made.shared_bytes / 1024:.1f}",
-            made.spills,
-            loads,
-        )
+        cut = (made.num_warps, made.num_stages, made.registers, f"{made.shared_bytes / 1024:.1f}")
+        figures = (*cut, made.spills, made.loop, loads)
         lines.append(f"| {row.target} | {made.name} | {row.shape} | {' | '.join(map(str, figures))} |")
     return "\n".join(lines)
 

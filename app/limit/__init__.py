@@ -28,10 +28,12 @@ against     two results side by side
 report      a result as a page that needs nothing else; report_charts its pictures, report_tune what tuning tried
 telling     lines and files of a result
 tune        better settings for the same targets, from beginning to end, with
-            tune_controls  the settings that are turned, and their steps
-            tune_search    what is tried, from runs alone
-            tune_confirm   what was found, measured again under fresh seeds
-            tune_live      the settings of a server while it is tuned, and how they come back
+            tune_controls    the settings that are turned, and their steps
+            tune_candidates  settings that are tried, and what is known of them
+            tune_search      what is tried, from runs alone
+            tune_confirm     what was found, measured again under fresh seeds
+            tune_admin       what is asked of its operator side
+            tune_live        the settings of a server while it is tuned, and how they come back
             tune_http, tune_simulated, tune_result, tune_words
 command     all of it in order
 """

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from app.limit.search import search
+from app.limit.tune_candidates import Standing
 from app.limit.tune_confirm import (
     MIN_PAIRS,
     TRADE_OFF_SHARE,
@@ -23,15 +24,15 @@ from app.limit.tune_confirm import (
     trade_off,
 )
 from app.limit.tune_controls import BUDGET, USUAL
-from app.limit.tune_search import Ascent, Candidate, Standing
+from app.limit.tune_search import Ascent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from app.limit.options import Options
     from app.limit.runs import Run
+    from app.limit.tune_candidates import Candidate, Measure
     from app.limit.tune_controls import Control, Values
-    from app.limit.tune_search import Measure
 
 # Of the time that there is, where each part has to be over.
 PRESENT_UNTIL, ASCENT_UNTIL, CONFIRMED_UNTIL = 0.3, 0.62, 0.92

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from app.limit.runs import Run
+    from app.limit.tune_candidates import Measure, Standing
     from app.limit.tune_controls import Control, Values
-    from app.limit.tune_search import Measure, Standing
 
 # The limit is looked for around the one that is known, in steps that begin with this.
 NEAR: Final = 1.05

@@ -10,8 +10,9 @@ from app.limit.command import Looking
 from app.limit.endpoint import EndpointError
 from app.limit.search import FIRST_SHARE
 from app.limit.tune import Clock, tune
+from app.limit.tune_admin import HttpAdmin
 from app.limit.tune_controls import controls_of
-from app.limit.tune_live import HttpAdmin, open_settings
+from app.limit.tune_live import open_settings
 from app.limit.tune_result import tune_result
 from app.limit.words import per_second
 from app.render import numbers

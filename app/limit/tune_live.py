@@ -7,28 +7,23 @@ somebody else has changed something, that is noticed, it is all over, and only w
 
 from __future__ import annotations
 
-import json
 import secrets
 import signal
 import threading
 import time
 from contextlib import contextmanager
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from app.limit.asking import as_object, ask, one_line
 from app.limit.endpoint import EndpointError
+from app.limit.tune_admin import ChangedError
 from app.limit.tune_controls import SEATS
-from app.limit.tune_search import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from app.limit.endpoint import Endpoint
+    from app.limit.tune_admin import Admin
     from app.limit.tune_controls import Values
 
-CONFIG, AUDIT = "/admin/config", "/admin/audit"
-TOLD: Final = ("generation", "effective", "ranges", "choices", "reverts", "pending_drain")
 # A batch is never larger than the seats, so it shrinks with them.
 BATCH: Final = "dynamic_preferred_size"
 # A change holds for so many times as long as the run takes for which it is made, so that not each run makes one.
@@ -40,73 +35,6 @@ POLL_SECONDS: Final = 0.2
 # So often it is tried to bring back what was there, with so much time between.
 RESTORE_TRIES, RESTORE_PAUSE_SECONDS = 5, 1.0
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class ChangedError(EndpointError):
-    """Somebody else has changed the settings while they were tuned."""
-
-
-class Admin(Protocol):
-    """A server's live settings."""
-
-    def show(self) -> dict[str, Any]:
-        """What `GET /admin/config` answers."""
-
-    def change(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What a `PATCH` of it answers.
-
-        Raises:
-            RefusedError: a value cannot be; nothing was changed.
-            ChangedError: another generation holds; nothing was changed.
-            EndpointError: nobody answers, or not as they should.
-        """
-
-    def history(self) -> list[dict[str, Any]]:
-        """What `GET /admin/audit` answers, newest last."""
-
-
-class HttpAdmin:
-    """The same over HTTP."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-
-    def show(self) -> dict[str, Any]:
-        """Ask, and check that it is a Relevo that answers."""
-        answer = self._ask(CONFIG)
-        if not isinstance(answer, dict) or not answer.keys() >= set(TOLD):
-            raise EndpointError(f"{self._endpoint.url}{CONFIG} is not that of a Relevo: this server cannot be tuned.")
-        return answer
-
-    def change(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Have it changed."""
-        return dict(self._ask(CONFIG, body))
-
-    def history(self) -> list[dict[str, Any]]:
-        """Ask for it."""
-        return list(self._ask(AUDIT))
-
-    def _ask(self, route: str, patch: Mapping[str, Any] | None = None) -> Any:
-        where = f"{self._endpoint.url}{self._endpoint.path}{route}"
-        status, text = ask(where, self._endpoint.metrics_keys, patch=patch)
-        if status == HTTPStatus.OK:
-            try:
-                return json.loads(text)
-            except ValueError:
-                raise EndpointError(f"{where} answers what is no JSON: this server cannot be tuned.") from None
-        if not status:
-            raise EndpointError(f"{where} cannot be reached: {one_line(text)}.")
-        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            raise EndpointError(f"{where} wants the admin token (HTTP {status}); give it with --admin-token.")
-        if status == HTTPStatus.NOT_FOUND:
-            raise EndpointError(f"{where} is not there: only a Relevo can be tuned; leave --tune out.")
-        error = as_object(text).get("error")
-        said = one_line(str(error["message"]) if isinstance(error, dict) and "message" in error else text)
-        if status == HTTPStatus.CONFLICT:
-            raise ChangedError(said)
-        if status == HTTPStatus.UNPROCESSABLE_ENTITY:
-            raise RefusedError(said)
-        raise EndpointError(f"{where} answers HTTP {status}: {said}")
 
 
 class LiveSettings:
@@ -135,6 +63,7 @@ class LiveSettings:
         self._generation = int(self.view["generation"])
         self._held: Values = dict(self.own)
         self._until = 0.0
+        self._has_changed = False
 
     def hold(self, values: Values, seconds: float) -> None:
         """Have these hold for so long at least, and wait until those who must end for it have.
@@ -170,6 +99,8 @@ class LiveSettings:
         Raises:
             EndpointError: that cannot be done; the server goes back by itself.
         """
+        if not self._has_changed:
+            return
         for attempt in range(RESTORE_TRIES):
             try:
                 view = self._admin.show()
@@ -198,6 +129,7 @@ class LiveSettings:
         seats = int(values.get(SEATS, self._held.get(SEATS, self._batch)))
         batch = {BATCH: min(self._batch, seats)} if self._batch and SEATS in values else {}
         body = {**values, **batch, **more, "reason": self._mark, "if_generation": self._generation}
+        self._has_changed = True
         try:
             answer = self._admin.change(body)
         except ChangedError:

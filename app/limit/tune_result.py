@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from app.limit.runs import Run
     from app.limit.statistics import Interval
     from app.limit.tune import Tuned
+    from app.limit.tune_candidates import Candidate, Standing
     from app.limit.tune_controls import Control
-    from app.limit.tune_search import Candidate, Standing
 
 POINT: Final = ("ttft_p95_seconds", "itl_p95_seconds", "e2e_p95_seconds", "requests", "holds")
 

@@ -21,10 +21,10 @@ from app.limit.search import search
 from app.limit.simulated import SimulatedMeasure
 from app.limit.statistics import limit_of, margin_of
 from app.limit.tune import Clock, Tuned, tune
+from app.limit.tune_candidates import RefusedError, Standing
 from app.limit.tune_confirm import Pair, budgets_of, judge
 from app.limit.tune_controls import ADMISSION, BUDGET, CHUNK, POLICY, SEATS, Control, Values, controls_of, parse_names
 from app.limit.tune_result import tune_result
-from app.limit.tune_search import RefusedError, Standing
 from app.limit.tune_simulated import TunedMeasure, view_of
 from app.limit.tune_words import tune_lines
 from app.limit.watch import Watch

@@ -15,10 +15,11 @@ import pytest
 import trio
 
 from app.limit.endpoint import EndpointError, find_endpoint
+from app.limit.tune_admin import ChangedError, HttpAdmin
+from app.limit.tune_candidates import RefusedError
 from app.limit.tune_controls import BUDGET, POLICY, SEATS, Values
 from app.limit.tune_http import refuse_others
-from app.limit.tune_live import ChangedError, HttpAdmin, LiveSettings, open_settings, uninterrupted
-from app.limit.tune_search import RefusedError
+from app.limit.tune_live import LiveSettings, open_settings, uninterrupted
 from tests.app.endpoints import open_endpoint
 from tests.app.serving import chat_body, make_settings, open_server
 
@@ -209,6 +210,19 @@ def test_where_they_cannot_be_put_back_it_is_said_when_the_server_does_so_itself
 
     with pytest.raises(EndpointError, match=r"by itself within 60 s\. It cannot be reached\."):
         session(admin, lambda _live: setattr(admin, "show", gone))
+
+
+def test_where_nothing_was_changed_nothing_has_to_come_back() -> None:
+    """What failed is told, and not that a server that is gone could not be asked."""
+    admin = FakeAdmin()
+
+    def fail() -> None:
+        with open_settings(admin, NAMES):
+            raise EndpointError("The server is gone.")
+
+    with pytest.raises(EndpointError, match=r"^The server is gone\.$"):
+        fail()
+    assert admin.num_calls == 1
 
 
 def test_what_an_admin_changes_meanwhile_is_noticed_and_left_alone() -> None:
@@ -454,7 +468,8 @@ TUNING = """
 import sys, time
 from app.limit.command import ended_like_a_key
 from app.limit.endpoint import find_endpoint
-from app.limit.tune_live import HttpAdmin, open_settings
+from app.limit.tune_admin import HttpAdmin
+from app.limit.tune_live import open_settings
 with ended_like_a_key(), open_settings(HttpAdmin(find_endpoint(sys.argv[1], "chat")), ["max_num_seqs"]) as live:
     live.hold({"max_num_seqs": 4}, 30)
     print("held", flush=True)

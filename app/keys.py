@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from app.config import Settings
+    from engine.handle import GenerationRequest
 
 SECRET_PREFIX: Final = "sk-relevo-"  # noqa: S105 - what scanners for leaked secrets look for
 SECRET_BYTES: Final = 32
@@ -146,6 +147,10 @@ class Keyring:
         self.lent = KeyRecord(name, Digests.of(secret), is_background=is_background)
         self._index()
         return secret
+
+    def is_own(self, request: GenerationRequest) -> bool:
+        """Whether a request came with the key that is lent, if one is."""
+        return self.lent is not None and request.key == self.lent.identity
 
     def take_back(self) -> None:
         """Let the lent key open nothing any more."""

@@ -125,6 +125,7 @@ def make_context(
     keys = KeyService(Keyring(settings)) if keys is None else keys
     effects = EffectWatch(engine, journal)
     searches = make_searches(engine, keys.keyring, journal)
+    recorder.is_own = keys.keyring.is_own
     return Context(
         settings=settings,
         engine=engine,

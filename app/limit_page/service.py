@@ -239,11 +239,9 @@ class LimitSearches:
         """A key by which the search's requests are told from users', for as long as it runs."""
         name = f"limit-search-{search.search_id[-4:]}"
         secret = self._keyring.lend(name, is_background=wish.beside_users)
-        assert self._keyring.lent is not None
-        own = self._keyring.lent.identity
 
         def added(request: GenerationRequest) -> None:
-            if request.key == own:
+            if self._keyring.is_own(request):
                 return
             search.users += 1
             if not wish.beside_users:

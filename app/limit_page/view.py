@@ -15,7 +15,6 @@ from app.limit_page.wish import (
     RECORDING,
     SWITCHES,
     TARGETS,
-    TUNE_SECONDS,
     WORKLOADS,
 )
 from app.render import limit, numbers
@@ -38,7 +37,7 @@ RUNS: Final = ("curve", "tried", "capacity", "single_user")
 LEAST_SECONDS: Final = 0.25
 TARGET_TITLES: Final = dict(zip(TARGETS, ("First token", "Between tokens", "Whole answer"), strict=True))
 NUMBERS: Final = (
-    ("duration", "Seconds to take", f"{DEFAULT_SECONDS:g}, tuning {TUNE_SECONDS:g}"),
+    ("duration", "Seconds to take", f"{DEFAULT_SECONDS:g}"),
     ("repeats", "Seeds tried", "3"),
     ("factor", "Divide lengths by", "what fits"),
     ("think_time", "A user thinks, s", "unknown"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from app.endings import Ending
     from app.journal.journal import Journal
     from app.recording.folder import Kept
-    from engine.handle import Handle
+    from engine.handle import GenerationRequest, Handle
 
 log = logging.getLogger("relevo.recording")
 
@@ -51,6 +51,7 @@ class TrafficRecorder:
 
     Attributes:
         now: the one that is being written.
+        is_own: whether a request is the server's own and no user's: of those nothing is recorded.
         last: how the one before it ended, in a sentence; empty where there was none since the start.
     """
 
@@ -59,6 +60,7 @@ class TrafficRecorder:
         self._journal = journal
         self.now: Recording | None = None
         self.last = ""
+        self.is_own: Callable[[GenerationRequest], bool] = lambda _request: False
         self._is_starting = False
         self._counted: dict[str, tuple[int, int]] = {}
         self._wake = trio.Event()
@@ -67,7 +69,7 @@ class TrafficRecorder:
 
     def opened(self, handle: Handle) -> None:
         """A request has come."""
-        if self.now is not None:
+        if self.now is not None and not self.is_own(handle.request):
             self.now.opened(handle)
 
     def ended(self, sequence_id: int, ending: Ending | None) -> None:

@@ -10,6 +10,7 @@ from app.limit.remarks import NAMES
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.tune_words import tune_lines, verdict_lines
 from app.limit.words import broken_words, per_second
+from app.live_change import KEYS
 from app.render import numbers
 from app.render.curve import Curve, Limit, Point, draw_curve
 from app.render.tuning import list_changes
@@ -108,7 +109,7 @@ def _tuned(search_id: str, tune: Mapping[str, Any] | None) -> dict[str, Any] | N
     return {
         "id": search_id,
         "verdict": verdict[0],
-        "changes": list_changes(tune["best"]["changes"]),
+        "changes": list_changes({name: pair for name, pair in tune["best"]["changes"].items() if name in KEYS}),
         "tried": "\n".join(lines[: -len(verdict)]).strip("\n"),
     }
 
@@ -116,9 +117,15 @@ def _tuned(search_id: str, tune: Mapping[str, Any] | None) -> dict[str, Any] | N
 def curve_variables(told: Mapping[str, Any] | None, older: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A picture for each latency; none before the first run has ended."""
     if told is None or not (told["curve"] or told["tried"] or told["trying"]["rate"]):
-        return {"pictures": [], "older": None, "tried": False}
+        return {"pictures": [], "older": None, "tried": False, "found": False, "trying_rate": None}
     pictures = [_picture(name, title, told, older) for name, title in LATENCIES.items()]
-    return {"pictures": pictures, "older": None if older is None else _about(older), "tried": bool(told["tried"])}
+    return {
+        "pictures": pictures,
+        "older": None if older is None else _about(older),
+        "tried": bool(told["tried"]),
+        "found": _limit(told) is not None,
+        "trying_rate": told["trying"]["rate"],
+    }
 
 
 def run_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:

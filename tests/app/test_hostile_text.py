@@ -41,8 +41,8 @@ ALL: Final = SHOWN + UNSEEN
 MODEL: Final = "".join(SHOWN) + "right\u202eleft\nline\x1b[31m"
 HTML: Final = {"Accept": "text/html"}
 PAGES: Final = (
-    "/", "/ops", "/ops/requests", "/ops/requests/1?tokens=1", "/ops/table", "/ops/history", "/admin", "/admin/keys",
-    "/docs", "/ops/state", "/login?next=%22%3E%3Cimg%20src=x%20onerror=alert(1)%3E",
+    "/", "/ops", "/ops/requests", "/ops/requests/1?tokens=1", "/ops/table", "/ops/history", "/ops/limit", "/admin",
+    "/admin/keys", "/docs", "/ops/state", "/login?next=%22%3E%3Cimg%20src=x%20onerror=alert(1)%3E",
 )  # fmt: skip
 
 

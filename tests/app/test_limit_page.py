@@ -14,9 +14,11 @@ import httpx
 import pytest
 import trio
 
+from app.journal.journal import open_journal
 from app.limit_page import child, service
 from app.limit_page.kept import KeptSearches
 from app.limit_page.service import LimitSearches
+from app.recording.recorder import open_recorder
 from tests.app.limit_lines import RUNS, progress_line, result_of, run_at, run_line, whole_script, wish, write_script
 from tests.app.serving import CHAT, chat_body, make_settings, open_server
 
@@ -189,12 +191,18 @@ async def test_a_user_who_comes_ends_it_and_what_was_measured_is_kept(tmp_path: 
 
 async def test_beside_users_it_is_background_work_and_says_so(tmp_path: Path) -> None:
     script = [{"chat": 5}, {"wait": str(tmp_path / "go")}, *whole_script()]
-    async with serve(tmp_path, script) as server:
+    async with (
+        open_journal(tmp_path) as journal,
+        open_recorder(tmp_path, journal) as recorder,
+        serve(tmp_path, script, recorder=recorder) as server,
+    ):
+        recording = await recorder.start(600, 100, "me")
         await start(server, beside_users=True)
         await until(server, "it['what'] == 'chat 200'")
         ended = (await server.client.get("/ops/requests.json")).json()["finished"]
         assert [(one["class"], one["key"][:13]) for one in ended] == [("background", "limit-search-")]
         assert (await server.client.post(CHAT, json=chat_body(max_tokens=3))).status_code == 200
+        assert recording.num_requests + recording.num_inside == 1  # the user's alone is traffic
         (tmp_path / "go").touch()
         told = await until(server, "it['end']")
         assert (told["end"], told["requests_of_users"]) == ("found", 1)

@@ -10,6 +10,7 @@ program each, and a second kernel combines them (Flash-Decoding).
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -390,9 +391,14 @@ def choose_tiles(group: int, head_size: int, cache_dtype: torch.dtype, *, decode
 
 
 def _arch(device: torch.device) -> int:
-    """Of a device, as in `choose_tiles`; 0 for the interpreter."""
-    if device.type == "cpu":
-        return 0
+    """Of the current device, as in `choose_tiles`; 0 for the interpreter."""
+    return 0 if device.type == "cpu" else _arch_of(triton.runtime.driver.active.get_current_device())
+
+
+@cache
+def _arch_of(current_device: int) -> int:
+    """Asked for at every launch: each device is looked at once."""
+    del current_device
     target = triton.runtime.driver.active.get_current_target()
     return target.arch if target.backend == "cuda" else 0
 
@@ -439,7 +445,7 @@ def paged_attention(
     decode = max_query_len == 1
     group = num_heads // num_kv_heads
     pairs = kv_cache.dtype == torch.float8_e4m3fn
-    arch = _arch(query.device) if pairs or not decode else 0
+    arch = _arch(query.device)
     tiles = tiles or choose_tiles(group, head_size, kv_cache.dtype, decode=decode, arch=arch)
     lines, keys, num_warps, num_stages = tiles
     block_q = lines // group
@@ -457,7 +463,8 @@ def paged_attention(
         *stored.stride()[:4],
         GROUP=group, HEAD_SIZE=head_size, PADDED_SIZE=padded_size, BLOCK_SIZE=block_size, LINES=lines, BLOCK_Q=block_q,
         KEYS=keys, DECODE=decode, NUM_SEGMENTS=count, PRODUCT=_product_dtype(query, kv_cache),
-        SCALED=scales is not None, SEARCH=SEARCH, PRECISION="tf32x3", PAIRS=pairs, NATIVE=pairs and arch >= 89,
+        SCALED=scales is not None, SEARCH=SEARCH, PRECISION="tf32x3" if arch else "ieee",
+        PAIRS=pairs, NATIVE=pairs and arch >= 89,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if segments is not None:

@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 
 from kernels.bench.registry import small_cases
-from tests.kernels.interpreted_attention import check_eight_bit_floats, check_huge_block_ids, check_many_rows
+from tests.kernels import interpreted_attention as attention
 
 if __name__ == "__main__":
     agreed = Counter[str]()
@@ -18,6 +18,8 @@ if __name__ == "__main__":
         print(f"{case.kernel}: {case.shape}", flush=True)
         case.make(torch.device("cpu")).check()
         agreed[case.kernel] += 1
-    agreed["paged_attention"] += check_huge_block_ids() + check_many_rows() + check_eight_bit_floats()
+    agreed["paged_attention"] += attention.check_huge_block_ids() + attention.check_many_rows()
+    agreed["paged_attention"] += attention.check_eight_bit_floats()
+    agreed["cuts"] += attention.check_cuts()
     for kernel, count in agreed.items():
         print(f"{kernel}: {count} cases agree")

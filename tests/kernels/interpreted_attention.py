@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from kernels import reference
 from kernels.bench.attention import FLOAT8, Shape, make_operands
 from kernels.bench.cases import assert_close
-from kernels.gpu.attention import paged_attention
+from kernels.gpu.attention import MAX_SEGMENTS, choose_tiles, num_segments, paged_attention
 from tests.kernels.far import FAR_BYTES, far
 
 
@@ -42,3 +44,19 @@ def check_eight_bit_floats() -> int:
     result = paged_attention(query, kv_cache, rows, max_query_len=1)
     assert torch.equal(result[0, 0], codes.view(FLOAT8).to(torch.float16))
     return 1
+
+
+def check_cuts() -> int:
+    """Segments fill a device and no more; a program has room for all heads of a group; gives the number of cases."""
+    for rows, kv_heads in itertools.product(range(1, 300), (1, 2, 3, 8, 32)):
+        count, room = num_segments(rows, kv_heads, 132), 2 * 132
+        assert count == 1 or rows * kv_heads * count <= room
+        assert count == MAX_SEGMENTS or rows * kv_heads * 2 * count > room
+    dtypes = (torch.float32, torch.bfloat16, FLOAT8)
+    shapes = list(itertools.product((1, 3, 8, 32, 64), (64, 80, 256), dtypes, (False, True), (0, 80, 90)))
+    for group, head_size, dtype, decode, arch in shapes:
+        tiles = choose_tiles(group, head_size, dtype, decode=decode, arch=arch)
+        assert tiles.lines >= max(16, group)
+        assert 16 <= tiles.keys <= 128
+        assert tiles.keys * head_size * dtype.itemsize <= 32768
+    return len(shapes)

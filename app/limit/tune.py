@@ -6,7 +6,7 @@ What measures is handed in (`tune_http`, `tune_simulated`), so nothing here know
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -144,8 +144,7 @@ def tune(
         found = Standing(found.values, (*found.runs, *[run for pair in pairs for run in pair.found]))
     verdict = judge(pairs) if found is not None else None
     done = Tuned(controls, present, found, ascent.candidates, ascent.idle, ascent.is_cut, pairs, verdict)
-    budgets = list(_budgets(measure, done, options.seed, clock, tell))
-    return Tuned(controls, present, found, ascent.candidates, ascent.idle, ascent.is_cut, pairs, verdict, budgets)
+    return replace(done, budgets=_budgets(measure, done, options.seed, clock, tell))
 
 
 def _repeated(

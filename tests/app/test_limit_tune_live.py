@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,17 @@ import pytest
 import trio
 
 from app.limit.endpoint import EndpointError, find_endpoint
+from app.limit.lengths import Ranges
+from app.limit.load import Source, WorkClass
+from app.limit.over_http import HttpMeasure
+from app.limit.runs import Promise
+from app.limit.statistics import margin_of
 from app.limit.tune_admin import ChangedError, HttpAdmin
 from app.limit.tune_candidates import RefusedError
 from app.limit.tune_controls import BUDGET, POLICY, SEATS, Values
 from app.limit.tune_http import refuse_others
 from app.limit.tune_live import LiveSettings, open_settings, uninterrupted
+from engine.config import SloTargets
 from tests.app.endpoints import open_endpoint
 from tests.app.serving import chat_body, make_settings, open_server
 
@@ -417,6 +424,20 @@ async def test_a_server_that_has_requests_of_others_is_refused() -> None:
         with pytest.raises(EndpointError, match=r"serves others \(1 run, 0 wait\)"):
             await trio.to_thread.run_sync(refuse_others, endpoint, 0.0)
         nursery.cancel_scope.cancel()
+
+
+def test_a_run_that_is_lost_goes_to_its_end_where_it_is_to_be_compared() -> None:
+    targets = SloTargets(0.02, None, None)
+    source = Source((WorkClass("requests", 1.0, Ranges((5, 5), (2, 2)), targets),), Promise((targets,), 0.01))
+    with open_endpoint(first_seconds=0.1) as (url, _):
+        measure = HttpMeasure(find_endpoint(url, "chat"), source, 30, 10.0, goes_on=True)
+        whole, ended = measure(40.0, 0), replace(measure, goes_on=False)(40.0, 0)
+    assert (whole.stopped, len(whole.finished)) == (False, 30)
+    assert (ended.stopped, len(ended.seen) < 30) == (True, True)
+    margin = margin_of(whole, whole)
+    assert margin is not None
+    assert margin.estimate == 1
+    assert margin_of(ended, whole) is None
 
 
 @pytest.fixture(scope="module")

@@ -194,7 +194,8 @@ def _attend(
     return total, total_odd, maximum, norm
 
 
-@triton.jit
+# The number of rows changes with every step, and must not make the compiler start anew.
+@triton.jit(do_not_specialize=["num_rows"])
 def paged_attention_kernel(
     query_ptr: tl.tensor,
     kv_cache_ptr: tl.tensor,

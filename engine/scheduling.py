@@ -11,7 +11,7 @@ import trio
 
 from engine.batch import Ending, StepUpdate
 from engine.errors import EngineError
-from engine.faults import IntegrityError, let_go
+from engine.faults import IntegrityError, has_lost_device, let_go
 from engine.flight import Flight
 from engine.messages import Add, End, SetLimits, StepResult
 from engine.panics import without_panic
@@ -243,6 +243,9 @@ class Scheduling:
         Raises:
             EngineError: there is nothing more to be done.
         """
+        if has_lost_device(error):
+            cause = str(error).strip().partition("\n")[0]
+            await self._end(f"the device has failed, and nothing can be computed on it any more: {cause}", error)
         try:
             await self._recover(error)
         except Exception as failure:
@@ -262,7 +265,7 @@ class Scheduling:
         self._requests.preempt([i for step in abandoned for i in step.batch.preempted] + lost, now)
         await self._reset()
         for step in abandoned:
-            await self._tell(StepResult(now, now, StepUpdate.empty(), step.seated, step.batch.preempted))
+            await self._tell(StepResult(step.planned, now, StepUpdate.empty(), step.seated, step.batch.preempted))
         await self._tell(StepResult(now, now, update, (), tuple(lost)))
         if isinstance(self._command, End):  # it was lost with the state it could not be applied to
             await self._apply(self._command)

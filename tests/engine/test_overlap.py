@@ -130,10 +130,15 @@ def test_a_row_that_fails_ends_alone_whatever_is_computed_behind_it() -> None:
 
 
 def test_nobody_loses_a_seat_for_blocks_that_are_about_to_be_given_back() -> None:
-    """Two fill the pool; the third token of the first is its last, and the other needs its block then."""
-    simulation = simulate(num_blocks=4, enable_prefix_caching=False)
-    simulation.add(6, max_tokens=3)
-    simulation.add(6, max_tokens=9)
+    """Two fill the pool, and the second needs a block when the last token of the first is under way."""
+    simulation = simulate(num_blocks=6, enable_prefix_caching=False)
+    first, second = simulation.add(6, max_tokens=7), simulation.add(6, max_tokens=12)
+    for _ in range(7):
+        simulation.step()
+    assert simulation.scheduler.kv_cache.usage.used == 6
+    assert simulation.step().is_empty
+    assert first.is_finished
+    assert simulation.step().sequence_ids == (second.sequence_id,)
     simulation.run()
     assert simulation.scheduler.counters.num_preemptions == 0
 

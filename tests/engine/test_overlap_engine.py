@@ -122,6 +122,7 @@ async def test_a_change_of_policy_waits_for_what_is_under_way(autojump_clock: Mo
                 deltas = await read(handle)
                 assert deltas[-1].error is None
                 assert sum(len(delta.token_ids) for delta in deltas) == min(handle.request.params.max_tokens or 0, 12)
+        assert engine.snapshot()["faults"]["failed_steps"] == 0
         await assert_sound(engine)
 
 
@@ -160,6 +161,15 @@ async def test_a_step_that_fails_once_costs_nobody_anything(autojump_clock: Mock
         assert engine.snapshot()["faults"] == {"failed_steps": 1, "integrity_violations": 0}
         assert 2 in device.depths
         await assert_sound(engine)
+
+
+async def test_who_sat_down_in_a_step_that_was_lost_is_told_so(autojump_clock: MockClock) -> None:
+    device = FakeDevice(NUM_BLOCKS, 4, before_step=once(ArithmeticError("a cosmic ray")))
+    async with open_device_engine(device) as engine:
+        usage = (await read(engine.submit(ask("question"))))[-1].usage
+        assert usage is not None
+        assert (usage.timing.queue_seconds, usage.timing.preemptions) == (0.0, 1)
+        assert usage.timing.prefill_seconds == pytest.approx(2 * LAUNCH_SECONDS + 3 * STEP_SECONDS)
 
 
 @pytest.mark.parametrize("hook", ["before_launch", "before_step"])
@@ -224,10 +234,12 @@ async def test_a_fault_in_planning_or_applying_costs_nobody_anything(
 
 async def test_what_is_told_of_a_life_adds_up_where_rows_wait_or_lose_their_seats(autojump_clock: MockClock) -> None:
     device = FakeDevice(20, 4)
-    async with open_device_engine(device, max_num_batched_tokens=16) as engine:
+    async with open_device_engine(device, max_num_seqs=4) as engine:
+        yielding = [engine.submit(replace(ask(f"background {i}", 20), background=True)) for i in range(4)]
+        await trio.sleep(0.1)
         bound = ask("bound", None, constraint=OneOf((b"a longer one of all answers",), forces=False), **ENDS_ITSELF)
-        requests = [*[ask(f"{i}", 30) for i in range(4)], bound, replace(ask("background", 20), background=True)]
-        for handle in [engine.submit(request) for request in requests]:
+        requests = [*[ask(f"{i}", 30) for i in range(4)], bound]
+        for handle in [*[engine.submit(request) for request in requests], *yielding]:
             await read(handle)
         await engine.wait_idle()
         await trio.sleep(1)
@@ -235,13 +247,9 @@ async def test_what_is_told_of_a_life_adds_up_where_rows_wait_or_lose_their_seat
         for line in engine.requests.finished():
             life = engine.requests.life(line["number"])
             assert life is not None
-            drawn = [span for span in life["spans"] if span["phase"] in ("decode", "prefill", "recompute")]
+            # The budget is enough to read a prompt, or what was lost, in one step, and that draws a token too.
+            num_reads = sum(span["phase"] in ("prefill", "recompute") for span in life["spans"])
             decoded = sum(span["tokens"] for span in life["spans"] if span["phase"] == "decode")
-            # The others were drawn where a prompt, or what was lost, had been read to its end.
-            num_reads = sum(
-                span["phase"] != "decode" and (behind is None or behind["phase"] == "decode")
-                for span, behind in zip(drawn, [*drawn[1:], None], strict=True)
-            )
             assert decoded + num_reads == life["output_tokens"]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.bench.cases import choose
 from kernels.bench.timing import Rates, Timing, measure_rates, time_case
 
 if TYPE_CHECKING:
@@ -87,9 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
     parser.add_argument("--kernel", nargs="+", default=[], help="only these")
-    parser.add_argument(
-        "--interpret", action="store_true", help="check small cases in Triton's interpreter; time nothing"
-    )
+    parser.add_argument("--first", type=int, metavar="N", help="only the first cases of each kernel")
+    parser.add_argument("--interpret", action="store_true", help="check small cases in Triton's interpreter alone")
     parser.add_argument("--tune", action="store_true", help="time the attention with other cuts as well")
     parser.add_argument("--json", type=Path, metavar="F", help="write all figures here")
     options = parser.parse_args(arguments)
@@ -103,16 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return interpret(arguments)
         from kernels.bench.registry import small_cases
 
-        check_all([case for case in small_cases() if not options.kernel or case.kernel in options.kernel])
+        check_all(choose(small_cases(), options.kernel, options.first))
         return 0
     if not torch.cuda.is_available():
         print("No GPU that torch can use: `--interpret` checks the kernels without one.", file=sys.stderr)
         return 1
     from kernels.bench.registry import main_cases, tuning_cases
 
-    cases = [*main_cases(), *(tuning_cases() if options.tune else [])]
-    chosen = [case for case in cases if not options.kernel or case.kernel in options.kernel]
-    figures, wrong = run_on_device(chosen, torch.device("cuda", torch.cuda.current_device()))
+    cases = choose(main_cases(), options.kernel, options.first) + (tuning_cases() if options.tune else [])
+    figures, wrong = run_on_device(cases, torch.device("cuda", torch.cuda.current_device()))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     return 1 if wrong else 0

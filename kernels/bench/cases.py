@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 # Relative and absolute, for numbers of about one: sums in another order, and results rounded to the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -50,6 +51,19 @@ class Case:
     shape: str
     make: Callable[[torch.device], Work]
     least_arch: int = 80
+
+
+def choose(cases: Sequence[Case], kernels: Sequence[str], first: int | None) -> list[Case]:
+    """Of these kernels alone, if any are named; of each no more than the first so many."""
+    taken = Counter[str]()
+    chosen = []
+    for case in cases:
+        if kernels and case.kernel not in kernels:
+            continue
+        taken[case.kernel] += 1
+        if first is None or taken[case.kernel] <= first:
+            chosen.append(case)
+    return chosen
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

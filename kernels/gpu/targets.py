@@ -12,7 +12,6 @@ import json
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from kernels.bench.cases import choose
 from kernels.bench.registry import main_cases
 
 if TYPE_CHECKING:
@@ -169,16 +169,13 @@ def _note(binary: bytes, key: str) -> int:
 
 def compile_cases(names: Sequence[str], kernels: Sequence[str] = (), first: int | None = None) -> list[Row]:
     """Each kernel's main cases, or the first of them, on these targets; of `kernels` alone if any are named."""
-    rows, meta, seen = [], torch.device("meta"), Counter[tuple[str, str]]()
+    rows, meta = [], torch.device("meta")
     for index, name in enumerate(names):
         device = DEVICES[name]
         driver = TargetDriver(device, index)
         triton.runtime.driver.set_active(driver)
-        for case in main_cases():
-            too_old = device.target.backend == "cuda" and device.target.arch < case.least_arch
-            seen[name, case.kernel] += 1
-            beyond = first is not None and seen[name, case.kernel] > first
-            if too_old or beyond or (kernels and case.kernel not in kernels):
+        for case in choose(main_cases(), kernels, first):
+            if device.target.backend == "cuda" and device.target.arch < case.least_arch:
                 continue
             driver.launched.clear()
             case.make(meta).run()

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 # How torch and CUDA say that memory ran out; the native kernels and numpy raise `MemoryError`.
 _NO_MEMORY: Final = re.compile(r"out of memory|not enough memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
+# After these a GPU's context computes nothing any more, whatever it is asked: only another process gets a new one.
+_DEVICE_LOST: Final = re.compile(
+    r"illegal (memory access|address|instruction)|misaligned address|device-side assert|unspecified launch failure|"
+    r"launch (timed out|failure)|invalid (program counter|address space)|hardware stack error|uncorrectable|"
+    r"(device|GPU) (is |was |has )?(lost|fallen off)|context is destroyed|HSA_STATUS_ERROR|hipErrorIllegal",
+    re.IGNORECASE,
+)
+_DEVICE: Final = re.compile(r"CUDA|HIP|HSA|Triton Error|ROCm")
+
 
 class IntegrityError(RuntimeError):
     """What the scheduler knows contradicts itself."""
@@ -62,6 +71,12 @@ def let_go(error: BaseException | None) -> None:
 def lacks_memory(error: BaseException) -> bool:
     """Whether a step failed because memory ran out, here or on an accelerator."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def has_lost_device(error: BaseException) -> bool:
+    """Whether a GPU has failed in such a way that this process can compute nothing on it any more."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and bool(_DEVICE.search(text) and _DEVICE_LOST.search(text))
 
 
 def smaller_steps(limits: Limits) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -10,6 +11,7 @@ from quart import Blueprint, Response, g, jsonify, redirect, request
 
 from app.api.errors import ApiError
 from app.api.requests import FORM_TYPE, read_fields, read_json
+from app.limit.report import page_of
 from app.limit_page.search import suggestion
 from app.limit_page.view import LimitView
 from app.limit_page.wish import MIX, RECORDING, WORKLOADS, check_mix, parse_form, parse_wish
@@ -102,6 +104,16 @@ def _add_ended(pages: Blueprint, context: Context, page: LimitPage) -> None:
     async def show_one_as_json(search_id: str) -> Response:
         told = await searches.read(search_id)
         return await context.drawing.json(lambda: told, JSON_LEVELS)
+
+    @pages.get("/ops/limit/<search_id>/report")
+    async def report(search_id: str) -> Response:
+        told = await searches.read(search_id)
+        if told["result"] is None:
+            raise ApiError(404, "That search has no result, and so no report.", code="no_report")
+        html = await context.drawing.run(partial(page_of, told["result"]))
+        # It brings its own style, which pages of this server may not: it is a file to be kept or sent.
+        headers = {"Content-Disposition": f'attachment; filename="relevo-limit-{search_id}.html"'}
+        return Response(html, content_type="text/html; charset=utf-8", headers=headers)
 
     @pages.post("/ops/limit/<search_id>/apply")
     async def apply(search_id: str) -> Response | WerkzeugResponse:

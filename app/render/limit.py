@@ -169,6 +169,7 @@ def one_variables(told: Mapping[str, Any]) -> dict[str, Any]:
         "about": _about(told),
         "note": told["asked"]["note"],
         "comparison": [],
+        "has_result": told["result"] is not None,
         **outcome_variables(told),
         **curve_variables(told),
         **run_variables(told),

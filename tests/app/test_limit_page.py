@@ -115,6 +115,10 @@ async def test_a_search_is_seen_growing_and_what_came_of_it_outlives_the_server(
         assert "Operating limit 5.80 requests/s" in plain(raw)
         assert "“&lt;img src=x onerror=alert(1)&gt;”" in raw
         assert "<img" not in raw
+        report = await server.client.get(f"/ops/limit/{search_id}/report")
+        assert report.headers["content-disposition"] == f'attachment; filename="relevo-limit-{search_id}.html"'
+        assert "5.80 requests/s" in plain(report.text)
+        assert "<script" not in report.text
         assert (await server.client.delete(f"/ops/limit/{search_id}")).json()["deleted"]
         assert (await server.client.get(f"/ops/limit/{search_id}.json")).status_code == 404
         assert (await server.client.get("/ops/limit.json")).json()["kept"] == []
@@ -184,6 +188,7 @@ async def test_a_user_who_comes_ends_it_and_what_was_measured_is_kept(tmp_path: 
         assert server.context.keys.keyring.lent is None
         kept = (await server.client.get("/ops/limit.json", headers=ADMIN)).json()["kept"]
         assert [(one["end"], one["runs"]) for one in kept] == [("users", 1)]
+        assert (await server.client.get(f"/ops/limit/{told['id']}/report", headers=ADMIN)).status_code == 404
         page = plain((await server.client.get("/ops/limit", headers=HTML | ADMIN)).text)
         assert "It ended: users came." in page
         assert "What it had measured by then is below" in page

@@ -92,7 +92,7 @@ class Ascent:
                 better = self._try(control, value, best)
                 if better is not None:
                     best, num_flat = better, 0
-                elif num_flat < MAX_FLAT and self._is_flat({**best.values, control.name: value}):
+                elif num_flat < MAX_FLAT and self._is_flat(control, value, best):
                     num_flat += 1
                 else:
                     break
@@ -100,10 +100,12 @@ class Ascent:
                 break
         return best
 
-    def _is_flat(self, values: Values) -> bool:
-        """Whether settings that were tried are about as good as those that they were compared with."""
-        found = [one for one in self.candidates if {**one.against, one.control: one.value} == values]
-        return any(one.run is not None and one.run.excess <= FLAT_RATIO * one.theirs.excess for one in found)
+    def _is_flat(self, control: Control, value: Value, best: Standing) -> bool:
+        """Whether the last that was tried is this one, and about as good as the best."""
+        last = self.candidates[-1] if self.candidates else None
+        if last is None or (last.control, last.value, last.against) != (control.name, value, best.values):
+            return False
+        return last.run is not None and last.run.excess <= FLAT_RATIO * last.theirs.excess
 
     def _try(self, control: Control, value: Value, best: Standing) -> Standing | None:
         """Its standing where it is better, else `None`."""

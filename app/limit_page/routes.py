@@ -11,7 +11,6 @@ from quart import Blueprint, Response, g, jsonify, redirect, request
 
 from app.api.errors import ApiError
 from app.api.requests import FORM_TYPE, read_fields, read_json
-from app.limit.report import page_of
 from app.limit_page.search import suggestion
 from app.limit_page.view import LimitView
 from app.limit_page.wish import MIX, RECORDING, WORKLOADS, check_mix, parse_form, parse_wish
@@ -110,7 +109,7 @@ def _add_ended(pages: Blueprint, context: Context, page: LimitPage) -> None:
         told = await searches.read(search_id)
         if told["result"] is None:
             raise ApiError(404, "That search has no result, and so no report.", code="no_report")
-        html = await context.drawing.run(partial(page_of, told["result"]))
+        html = await context.drawing.run(partial(_draw_report, told["result"]))
         # It brings its own style, which pages of this server may not: it is a file to be kept or sent.
         headers = {"Content-Disposition": f'attachment; filename="relevo-limit-{search_id}.html"'}
         return Response(html, content_type="text/html; charset=utf-8", headers=headers)
@@ -226,6 +225,13 @@ class LimitPage:
 
     def _shared(self) -> dict[str, Any]:
         return {"page": "ops", "state_html": self._context.telemetry.draw_part("state")}
+
+
+def _draw_report(result: Mapping[str, Any]) -> str:
+    """The page in one file; what makes it is imported when somebody wants one, and not while the server starts."""
+    from app.limit.report import page_of
+
+    return page_of(result)
 
 
 def own_url() -> str:

@@ -114,20 +114,40 @@ class Extras:
             self._penalties.adjust(logits.numpy())
         if self._constraint is None:
             return False
+        allowed, only_stops = self.allow(len(logits), stop_ids, early=early)
+        logits.masked_fill_(torch.from_numpy(~allowed), -math.inf)  # three times as fast as by numpy's index
+        return only_stops
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether `allow` has something to say."""
+        return self._constraint is not None
+
+    def allow(self, vocab_size: int, stop_ids: Ints, *, early: bool = False) -> tuple[NDArray[np.bool_], bool]:
+        """What the constraint allows now: [V] truth values; and whether only stop tokens are left.
+
+        Args:
+            stop_ids, early: as for `adjust`.
+
+        Raises:
+            ConstraintError: the answer cannot go on.
+        """
+        if self._constraint is None:
+            return np.ones(vocab_size, dtype=bool), False
         if self._state is None:
             self._state = self._constraint.begin(self._output)
-        allowed = _bits(self._state.allowed(), len(logits))
-        logits.masked_fill_(torch.from_numpy(~allowed), -math.inf)  # three times as fast as by numpy's index
+        allowed = _bits(self._state.allowed(), vocab_size)
         stops = stop_ids[allowed[stop_ids]]
-        allowed[stop_ids] = False
-        if allowed.any():
-            return False
+        others = allowed.copy()
+        others[stop_ids] = False
+        if others.any():
+            return allowed, False
         if not len(stops):
             message = "No token of the vocabulary may follow under the constraint of this request."
             raise ConstraintError(message, own_fault=True)
         if early and not np.isin(stops, self._end_ids).all():
-            logits[torch.from_numpy(self._end_ids)] = -math.inf  # behind the caller's own the answer goes on
-        return True
+            allowed[self._end_ids] = False  # behind the caller's own the answer goes on
+        return allowed, True
 
     def take(self, token_id: int) -> tuple[int, ...]:
         """A token was drawn; gives those that follow it without a choice.
@@ -180,7 +200,7 @@ def draw(
             if extra.adjust(logits[row], rows.stop_ids[seat], early=bool(positions[row] < stops_from[seat])):
                 exempt.append(seat)
         except Exception as error:
-            failures[row] = _cause_of(error)
+            failures[row] = cause_of(error)
     rows.stops_from[exempt] = 0  # for this draw alone
     token_ids = sample(logits, rows, seats, positions, choose)
     rows.stops_from[:] = stops_from
@@ -195,7 +215,7 @@ def draw(
             if own is not None and extra.num_logprobs is not None:
                 logprobs[row] = own.tell(row, token_id, extra.num_logprobs)
         except Exception as error:
-            failures[row] = _cause_of(error)
+            failures[row] = cause_of(error)
     return Drawn(token_ids, logprobs, forced, failures)
 
 
@@ -232,7 +252,7 @@ def confirm(
     return drawn._replace(accepted=accepted)
 
 
-def _cause_of(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
     """Why a row fails, alone. A lack of memory is no row's own: it is raised again."""
     if isinstance(error, ConstraintError):
         return error.cause

@@ -161,14 +161,14 @@ def make_append_tokens(count: int, context: int, device: torch.device) -> Work:
     """A token a row, of which every fourth stands for nothing and every fifth drew none."""
     token_ids = torch.full((count, context), -7, dtype=torch.int32, device=device)
     rows = torch.arange(count, dtype=torch.int32, device=device)
-    seats = torch.where(rows % 4 == 3, -1, count - 1 - rows).to(torch.int32)
-    positions, drawn = rows % context, torch.where(rows % 5 == 4, -1, rows * 3).to(torch.int32)
+    seats, positions = count - 1 - rows, torch.where(rows % 4 == 3, -1, rows % context).to(torch.int32)
+    drawn = torch.where(rows % 5 == 4, -1, rows * 3).to(torch.int32)
     run = partial(append_tokens, token_ids, seats, positions, drawn)
 
     def check() -> None:
         expected = token_ids.clone()
         for seat, position, token_id in zip(seats.tolist(), positions.tolist(), drawn.tolist(), strict=True):
-            if seat >= 0:
+            if position >= 0:
                 expected[seat, position] = max(0, token_id)
         run()
         assert_close(token_ids, expected, 0.0)

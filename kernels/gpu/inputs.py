@@ -139,10 +139,10 @@ def append_tokens_kernel(
     """Rows from `program_id(0) * BLOCK` on."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
-    seats = tl.load(seats_ptr + rows, mask=inside, other=-1)
-    places = seats.to(tl.int64) * token_ids_stride + tl.load(positions_ptr + rows, mask=inside, other=0)
+    seats = tl.load(seats_ptr + rows, mask=inside, other=0).to(tl.int64)  # seat * stride may pass 2³¹
+    positions = tl.load(positions_ptr + rows, mask=inside, other=-1)
     drawn = tl.maximum(tl.load(drawn_ptr + rows, mask=inside, other=0), 0)
-    tl.store(token_ids_ptr + places, drawn, mask=inside & (seats >= 0))
+    tl.store(token_ids_ptr + seats * token_ids_stride + positions, drawn, mask=positions >= 0)
 
 
 def append_tokens(token_ids: torch.Tensor, seats: torch.Tensor, positions: torch.Tensor, drawn: torch.Tensor) -> None:
@@ -150,8 +150,8 @@ def append_tokens(token_ids: torch.Tensor, seats: torch.Tensor, positions: torch
 
     Args:
         token_ids: [seats, context] int32.
-        seats: [R] int32, of each row; -1 for a row that stands for nothing.
-        positions: [R] int32.
+        seats: [R] int32, of each row.
+        positions: [R] int32; -1 for a row that stands for nothing.
         drawn: [R] int32; -1 for no token.
     """
     count = seats.shape[0]

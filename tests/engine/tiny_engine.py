@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.grammar.spec import GrammarSpec
     from engine.sequence import FinishReason
+    from engine.stepper import Runner
 
 SCHEMAS = [
     json.loads(line)
@@ -61,14 +62,16 @@ def bias() -> tuple[tuple[int, float], ...]:
 
 
 @asynccontextmanager
-async def open_tiny_engine(*, num_blocks: int = 2048, overlaps: bool = False, **changes: Any) -> AsyncIterator[Engine]:
+async def open_tiny_engine(
+    *, num_blocks: int = 2048, overlaps: bool = False, runner: Runner | None = None, **changes: Any
+) -> AsyncIterator[Engine]:
     """`changes` are fields of the configuration.
 
     Where the runner says that it overlaps, what a step draws is read one step late, although it is there at once.
     """
-    checkpoint = make_checkpoint(context_length=CONTEXT)
-    runner = make_runner(checkpoint, num_blocks=num_blocks, max_num_batched_tokens=256)
-    runner.overlaps = overlaps
+    if runner is None:
+        runner = make_runner(make_checkpoint(context_length=CONTEXT), num_blocks=num_blocks, max_num_batched_tokens=256)
+        runner.overlaps = overlaps
     options: dict[str, Any] = {
         "model": "tiny",
         "max_num_seqs": 16,

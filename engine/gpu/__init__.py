@@ -1,0 +1,1 @@
+"""The step on a GPU. Import nothing from here on a machine without triton."""

@@ -1,0 +1,77 @@
+"""Which device computes, and why."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.gpu.gpus import Gpus
+
+# What only processors compute so far, by the key that asks for it.
+CPU_DTYPES: Final = ("native", "int8")
+
+
+class Device(NamedTuple):
+    """What was chosen.
+
+    Attributes:
+        gpu: its number; `None` is the processor.
+        reason: one line for people.
+    """
+
+    gpu: int | None
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """As torch calls it: `cpu`, `cuda:0`. AMD's devices go by `cuda` too."""
+        return "cpu" if self.gpu is None else f"cuda:{self.gpu}"
+
+
+CPU: Final = Device(None, "as configured")
+
+
+def choose_device(config: EngineConfig, gpus: Gpus) -> Device:
+    """The device for the setting `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    `auto` is the first GPU that this build of torch reaches, else the processor; and the processor where a setting
+    asks for what a GPU does not compute.
+
+    Raises:
+        ConfigError: any other name, a GPU that cannot be used, or a setting that does not go with one.
+    """
+    name = config.device
+    if name == "cpu":
+        return CPU
+    found = re.fullmatch(r"auto|cuda(?::(\d{1,4}))?", name)
+    if found is None:
+        raise ConfigError(f"engine.device is {name!r}; it can be auto, cpu, cuda, or cuda:1 for the second GPU.")
+    obstacle = gpus.obstacle()
+    if obstacle is None and name == "auto":
+        obstacle = why_not(config)
+    if obstacle is not None:
+        if name == "auto":
+            return Device(None, obstacle)
+        raise ConfigError(f"engine.device is {name!r}, but {obstacle}: choose cpu or auto.")
+    if unfit := why_not(config):
+        raise ConfigError(f"engine.device is {name!r}, but {unfit}: change that, or choose cpu.")
+    index, count = int(found[1] or 0), gpus.count()
+    if index >= count:
+        there = "is one GPU, cuda:0" if count == 1 else f"are {count} GPUs, cuda:0 to cuda:{count - 1}"
+        raise ConfigError(f"engine.device is {name!r}, but there {there}.")
+    return Device(index, gpus.describe(index))
+
+
+def why_not(config: EngineConfig) -> str | None:
+    """The setting that no GPU goes with, in words, or `None`."""
+    if config.dtype in CPU_DTYPES:
+        return f"model.dtype is {config.dtype!r}, which only processors compute so far"
+    if config.kv_cache_dtype != "auto":
+        return f"cache.kv_cache_dtype is {config.kv_cache_dtype!r}, which only processors have so far"
+    if config.block_size & (config.block_size - 1):
+        return f"cache.block_size is {config.block_size}, and on a GPU blocks are powers of two"
+    return None

@@ -1,0 +1,69 @@
+"""Decode steps as CUDA graphs: what the processor would launch one by one is launched as a whole.
+
+A step with fewer rows than a graph is padded with rows that stand for nothing. None of this ran on a device yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.gpu.mailbox import Columns
+    from engine.gpu.runner import GpuRunner
+
+# Of larger ones a few rows more cost little beside what a step takes.
+SMALL, STEP, LARGE_STEP = (1, 2, 4), 8, 16
+
+
+def sizes_for(max_num_seqs: int) -> list[int]:
+    """Numbers of rows that get a graph: 1, 2, 4, by eights up to 64, by sixteens up to the seats, and those."""
+    sizes = [*SMALL, *range(STEP, 64, STEP), *range(64, max_num_seqs + 1, LARGE_STEP)]
+    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+
+
+class Graphs:
+    """The graphs of a runner, whose tensors keep their addresses."""
+
+    def __init__(self) -> None:
+        self._logits: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._draws: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def capture(self, runner: GpuRunner, report: Callable[[int, int], object] = lambda _done, _all: None) -> None:
+        """Capture a pair for each size, the largest first: the others fit into its memory.
+
+        Args:
+            report: told (sizes done, sizes).
+        """
+        sizes = sizes_for(runner.sizes.max_num_seqs)
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(reversed(sizes), start=1):
+            runner.run_empty(size, size)  # compiles and chooses algorithms, which must not happen in a capture
+            torch.cuda.synchronize(runner.device)
+            graph, drawing = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
+                logits = runner.logits(size, size, 1, size)
+            with torch.inference_mode(), torch.cuda.graph(drawing, pool=pool):
+                runner.draw(logits, filtered=True)
+            self._logits[size], self._draws[size] = (graph, logits), drawing
+            report(done, len(sizes))
+
+    def size_for(self, columns: Columns) -> int | None:
+        """The graph for a step; `None` for one with more than a token in a row, or a row that does not sample."""
+        num_rows = columns.num_rows
+        if columns.num_tokens != num_rows or len(columns.sample_tokens) != num_rows:
+            return None
+        return min([size for size in self._logits if size >= num_rows], default=None)
+
+    def logits(self, size: int) -> torch.Tensor:
+        """Replay up to the logits: [size, V], overwritten by the next replay."""
+        graph, logits = self._logits[size]
+        graph.replay()
+        return logits
+
+    def draw(self, size: int) -> None:
+        """Replay the draws from those logits."""
+        self._draws[size].replay()

@@ -1,0 +1,110 @@
+"""What goes to the device before a step, in one copy: the batch's columns, and what changes of the seats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.gpu.inputs import apply_changes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int32]
+
+# Changes that travel with the columns; long prompts take a copy of their own.
+MAX_CHANGES: Final = 8192
+
+
+class Columns(NamedTuple):
+    """Of each row of a step, and of each row that samples; whole numbers.
+
+    Attributes:
+        seats: [R], -1 for a row that stands for nothing.
+        table_seats: [R], whose block table it reads; a seat even where `seats` has none.
+        starts: [R], position of its first token.
+        seq_lens: [R], its tokens in the cache, the new ones included; 0 reads nothing.
+        sample_tokens: [S], the token of the step behind which is drawn.
+        sample_seats: [S].
+        sample_positions: [S], where the drawn token will stand; -1 for a row that stands for nothing.
+        query_start_loc: [R + 1], row r's tokens are query_start_loc[r] to query_start_loc[r + 1].
+    """
+
+    seats: Ints
+    table_seats: Ints
+    starts: Ints
+    seq_lens: Ints
+    sample_tokens: Ints
+    sample_seats: Ints
+    sample_positions: Ints
+    query_start_loc: Ints
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.seats)
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return int(self.query_start_loc[-1])
+
+    @property
+    def max_query_len(self) -> int:
+        """Tokens of the longest row."""
+        return int(np.diff(self.query_start_loc).max(initial=1))
+
+    def padded(self, num_rows: int) -> Columns:
+        """With rows that stand for nothing, a token each, up to so many; of a step in which every row samples."""
+        more = num_rows - self.num_rows
+        if not more:
+            return self
+        nothing, none = np.zeros(more, np.int32), np.full(more, -1, np.int32)
+        loc = np.arange(self.num_tokens + 1, self.num_tokens + more + 1, dtype=np.int32)
+        fill = (none, nothing, nothing, nothing, nothing, nothing, none, loc)
+        return Columns(*[np.concatenate(pair) for pair in zip(self, fill, strict=True)])
+
+
+class Mailbox:
+    """A place on the device that keeps its address, and two in the machine's memory that are filled in turn.
+
+    With no more than two steps under way, the copy out of one is done before it is filled again.
+
+    Args:
+        max_rows: of a step.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._size = len(Columns._fields) * max_rows + 1 + 2 * MAX_CHANGES
+        self._box = torch.zeros(self._size, dtype=torch.int32, device=device)
+        self._device, self._pinned = device, device.type != "cpu"
+        self._hosts = [torch.zeros(self._size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(2)]
+
+    def column(self, name: str, count: int) -> torch.Tensor:
+        """A column on the device: [count] int32."""
+        start = Columns._fields.index(name) * self._max_rows
+        return self._box[start : start + count]
+
+    def send(self, columns: Columns, places: Ints, values: Ints, state: torch.Tensor) -> None:
+        """Bring the columns, and write the values to their places of the state; does not wait."""
+        self._hosts.reverse()
+        host = self._hosts[0].numpy()
+        for index, column in enumerate(columns):
+            host[index * self._max_rows :][: len(column)] = column
+        end, count = len(columns) * self._max_rows + 1, len(places)
+        if count > MAX_CHANGES:
+            apply_changes(state, self.bring(places), self.bring(values))
+            count = 0
+        host[end : end + count] = places[:count]
+        host[end + count : end + 2 * count] = values[:count]
+        used = end + 2 * count
+        self._box[:used].copy_(self._hosts[0][:used], non_blocking=True)
+        apply_changes(state, self._box[end : end + count], self._box[end + count : used])
+
+    def bring(self, array: NDArray[np.generic]) -> torch.Tensor:
+        """A copy on the device; does not wait."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._pinned else tensor

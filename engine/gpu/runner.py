@@ -1,0 +1,295 @@
+"""Runs a model on a GPU: weights, KV cache, and one step after the other. All calls come from one thread.
+
+A step is launched without waiting for the one before it: what it needs of that one, the drawn tokens, lies on the
+device already. Decode steps are replayed from CUDA graphs of a few sizes; what rows ask for beside a token comes
+between the graph that ends with the logits and the one that draws.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.batch import StepOutput
+from engine.drawing import NOT_A_NUMBER
+from engine.gpu.asking import Asking, Draw
+from engine.gpu.llama import GpuLlama
+from engine.gpu.mailbox import Columns, Mailbox
+from engine.gpu.rows import GpuRows
+from engine.stopwatch import Stopwatch
+from kernels.gpu.inputs import TokenInputs, append_tokens, gather_inputs
+from kernels.gpu.sampling import make_scratch, sample
+from kernels.paged_attention import AttentionRows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.batch import ScheduledBatch
+    from engine.gpu.graphs import Graphs
+    from engine.loading.checkpoint import Checkpoint
+
+
+class Sizes(NamedTuple):
+    """What a runner has room for.
+
+    Attributes:
+        max_num_seqs: seats.
+        max_num_batched_tokens: tokens of the largest step.
+        max_model_len: longest sequence, in tokens.
+        block_size: tokens of a KV block.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way.
+
+    Attributes:
+        rows: [S] of the batch, those that sample.
+        token_ids: [S] in the machine's memory, once `done`.
+        done: when the device has come to the end of the step; `None` where it computes at once.
+    """
+
+    batch: ScheduledBatch
+    rows: list[int]
+    asking: Asking
+    failures: Mapping[int, str]
+    token_ids: torch.Tensor
+    done: torch.cuda.Event | None
+    begun: float
+
+
+class GpuRunner:
+    """A model with its cache, on a device.
+
+    Args:
+        device: a GPU; or the CPU under Triton's interpreter, which computes at once and is for tests.
+        dtype: of weights, activations and cache.
+        silent_ids: tokens that are never drawn, for they stand for nothing.
+
+    Attributes:
+        graphs: of decode steps, once they are captured.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        sizes: Sizes,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        silent_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.sizes, self.device, self.dtype = sizes, device, dtype
+        self.config = checkpoint.config
+        self.graphs: Graphs | None = None
+        self.kv_caches: list[torch.Tensor] = []
+        self._checkpoint: Checkpoint | None = checkpoint
+        self._silent_ids = torch.tensor(silent_ids, dtype=torch.int64, device=device)
+        self._watch = Stopwatch()
+        self._last_end = 0.0
+        self.model: GpuLlama
+        self._rows: GpuRows
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        """Read the weights, and make room for what a step needs beside the cache.
+
+        Raises:
+            ModelError: the checkpoint cannot be read.
+        """
+        if self._checkpoint is None:
+            raise RuntimeError("the model is loaded already")
+        checkpoint, self._checkpoint = self._checkpoint, None
+        device, sizes = self.device, self.sizes
+        on_gpu = device.type != "cpu"
+        self.model = GpuLlama(
+            checkpoint.config,
+            checkpoint.tensors(),
+            dtype=self.dtype,
+            device=device,
+            max_model_len=sizes.max_model_len,
+            num_multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1,
+        )
+        seats, vocab_size = sizes.max_num_seqs, self.config.vocab_size
+        self._rows = GpuRows(
+            max_num_seqs=seats,
+            max_model_len=sizes.max_model_len,
+            block_size=sizes.block_size,
+            vocab_size=vocab_size,
+            device=device,
+        )
+        self._box = Mailbox(seats, device)
+        tokens = max(seats, sizes.max_num_batched_tokens)
+        self._tokens = TokenInputs(*[torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(3)])
+        self._tables = torch.zeros_like(self._rows.block_tables)
+        self._scratch = make_scratch(seats, vocab_size, device)
+        self._drawn = torch.zeros(seats, dtype=torch.int32, device=device)
+        # Two, in turn: a step may be launched before what came of the one before it is read.
+        self._hosts = [torch.zeros(seats, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token takes in the cache, over all layers."""
+        return self.config.cache_spec.bytes_per_token(self.dtype.itemsize, 0)
+
+    @torch.inference_mode()
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` blocks; what was cached before is gone."""
+        (group,) = self.config.cache_spec.groups
+        shape = (num_blocks, 2, group.num_kv_heads, self.sizes.block_size, group.head_size)
+        self.kv_caches.clear()
+        self.kv_caches += [
+            torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.config.num_layers)
+        ]
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Begin with empty rows; nothing that was cached is asked for any more. Waits for what is under way."""
+        if self.device.type != "cpu":
+            torch.cuda.synchronize(self.device)
+        self._rows.clear()
+
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        """Compute the batch's tokens and draw a token for each row that samples."""
+        return self.collect(self.launch(batch))
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch) -> Launched:
+        """Begin a step, behind those that were launched before; does not wait for any of them."""
+        begun = time.perf_counter()
+        self._watch.start()
+        places, values = self._rows.apply(batch)
+        columns, draws = columns_of(batch)
+        if batch.drafts:
+            raise RuntimeError("on this device nothing is guessed, and a step came with drafts")
+        size = self.graphs.size_for(columns) if self.graphs is not None else None
+        columns = columns.padded(size or columns.num_rows)
+        self._box.send(columns, places, values, self._rows.state)
+        asking = Asking(draws, self._rows, self._box.bring)
+        self._watch.lap("inputs")
+        self._compute(columns, asking, size, filtered=bool(self._rows.filters[[draw.seat for draw in draws]].any()))
+        self._hosts.reverse()
+        token_ids, done = self._hosts[0][: len(draws)], None
+        token_ids.copy_(self._drawn[: len(draws)], non_blocking=True)
+        if self.device.type != "cpu":
+            done = torch.cuda.Event()
+            done.record()
+        self._watch.lap("launch")
+        rows = [draw.row for draw in draws]
+        return Launched(batch, rows, asking, self._rows.failures_of(batch), token_ids, done, begun)
+
+    def collect(self, ticket: Launched) -> StepOutput:
+        """Wait for the oldest step that was launched and give back what came of it."""
+        self._watch.start()
+        if ticket.done is not None:
+            ticket.done.synchronize()
+        self._watch.lap("wait")
+        token_ids = np.full(len(ticket.batch), -1, dtype=np.int64)
+        token_ids[ticket.rows] = ticket.token_ids.numpy()
+        broken = {row: NOT_A_NUMBER for row in ticket.rows if token_ids[row] < 0}
+        drawn = {row: int(token_ids[row]) for row in ticket.rows if row not in broken}
+        asking = ticket.asking
+        logprobs, forced = (
+            asking.take({row: drawn[row] for row in drawn if row not in ticket.failures}) if asking else ({}, {})
+        )
+        failures = {**broken, **asking.failures, **ticket.failures}
+        for row, following in forced.items():
+            batch = ticket.batch
+            self._rows.append(batch.seats[row], batch.starts[row] + batch.counts[row] + 1, following)
+        token_ids[list(failures)] = -1
+        now = time.perf_counter()
+        seconds, self._last_end = now - max(ticket.begun, self._last_end), now
+        return StepOutput(ticket.batch.step, tuple(token_ids.tolist()), failures, seconds, logprobs, forced)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Where the time of steps went since the last call of this, on this side: inputs, launch, wait."""
+        return self._watch.take()
+
+    @torch.inference_mode()
+    def run_empty(self, num_rows: int, num_tokens: int) -> None:
+        """Compute a step of rows that stand for nothing: compiles what it needs, and takes the memory it takes."""
+        lengths = np.ones(num_rows, dtype=np.int64)
+        lengths[-1] += num_tokens - num_rows
+        nothing, none = np.zeros(num_rows, np.int32), np.full(num_rows, -1, np.int32)
+        loc = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
+        seq_lens = lengths.astype(np.int32)
+        columns = Columns(none, nothing, nothing, seq_lens, loc[1:] - 1, nothing, none, loc)
+        self._box.send(columns, nothing[:0], nothing[:0], self._rows.state)
+        self._compute(columns, Asking([], self._rows, self._box.bring), None, filtered=True)
+
+    def logits(self, num_rows: int, num_tokens: int, max_query_len: int, num_draws: int) -> torch.Tensor:
+        """From what lies in the mailbox to the logits behind each row that samples: [S, V] float32."""
+        box, rows = self._box, self._rows
+        loc = box.column("query_start_loc", num_rows + 1)
+        tokens = gather_inputs(
+            rows.token_ids, rows.block_tables, box.column("seats", num_rows), box.column("starts", num_rows), loc,
+            block_size=self.sizes.block_size, max_query_len=max_query_len,
+            out=TokenInputs(*[column[:num_tokens] for column in self._tokens]),
+        )  # fmt: skip
+        tables = self._tables[:num_rows]
+        torch.index_select(rows.block_tables, 0, box.column("table_seats", num_rows), out=tables)
+        attention = AttentionRows(tables, loc, box.column("seq_lens", num_rows))
+        hidden = self.model.forward(tokens, attention, self.kv_caches, max_query_len=max_query_len)
+        logits = self.model.logits(hidden.index_select(0, box.column("sample_tokens", num_draws)))
+        if len(self._silent_ids):
+            logits.index_fill_(-1, self._silent_ids, -torch.inf)
+        return logits
+
+    def draw(self, logits: torch.Tensor, *, filtered: bool) -> None:
+        """Draw behind each of [S, V] logits, and write the tokens down."""
+        count = logits.shape[0]
+        seats, positions = (self._box.column(name, count) for name in ("sample_seats", "sample_positions"))
+        scratch = type(self._scratch)(*[tensor[:count] for tensor in self._scratch])
+        out = self._drawn[:count]
+        sample(logits, self._rows.columns, seats, positions, filtered=filtered, scratch=scratch, out=out)
+        append_tokens(self._rows.token_ids, seats, positions, out)
+
+    def _compute(self, columns: Columns, asking: Asking, size: int | None, *, filtered: bool) -> None:
+        """One step, by graphs of a size or call by call."""
+        if self.graphs is not None and size is not None:
+            logits = self.graphs.logits(size)
+        else:
+            num_draws = len(columns.sample_tokens)
+            logits = self.logits(columns.num_rows, columns.num_tokens, columns.max_query_len, num_draws)
+        own = asking.adjust(logits) if asking else None
+        if self.graphs is not None and size is not None:
+            self.graphs.draw(size)
+        elif logits.shape[0]:
+            self.draw(logits, filtered=filtered)
+        asking.look(own, self._drawn)
+
+
+def columns_of(batch: ScheduledBatch) -> tuple[Columns, list[Draw]]:
+    """The rows of a batch, then its padding, which is computed and written nowhere; and the rows that sample."""
+    padding = batch.padding
+    columns = [
+        np.array([*own, *more], dtype=np.int32)
+        for own, more in (
+            (batch.seats, [-1 for _ in padding]),
+            (batch.seats, [row.seat for row in padding]),
+            (batch.starts, [row.start for row in padding]),
+            (batch.counts, [row.count for row in padding]),
+        )
+    ]
+    seats, table_seats, starts, counts = columns
+    loc = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=loc[1:])
+    ends = starts + counts
+    draws = [
+        Draw(line, row, batch.seats[row], int(ends[row]))
+        for line, row in enumerate(np.flatnonzero(np.array(batch.samples, dtype=bool)).tolist())
+    ]
+    sampling = [draw.row for draw in draws]
+    return Columns(seats, table_seats, starts, ends, loc[1:][sampling] - 1, seats[sampling], ends[sampling], loc), draws

@@ -1,0 +1,96 @@
+"""The whole engine over a tiny model whose every step goes through the Triton kernels; to be started with
+TRITON_INTERPRET=1. What it answers is held against the same engine over the same model, computed by torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import trio
+
+from engine.gpu.runner import GpuRunner, Sizes
+from engine.grammar.spec import schema_spec
+from engine.handle import GenerationRequest, TokensPrompt
+from engine.sequence import SamplingParams
+from tests.engine.tiny_engine import CONTEXT, Answer, answer_all, bias, open_tiny_engine
+from tests.fake_checkpoint import make_checkpoint, make_runner
+
+if TYPE_CHECKING:
+    from engine.model_runner import ModelRunner
+
+NUM_BLOCKS = 22  # of four tokens: too few for all, so that some lose their seats
+SEATS = 5
+SILENT = (9, 45)
+
+
+def make_gpu_runner(num_blocks: int, seats: int) -> GpuRunner:
+    """The device is the processor, under Triton's interpreter."""
+    runner = GpuRunner(
+        make_checkpoint(context_length=CONTEXT),
+        Sizes(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=CONTEXT, block_size=4),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        silent_ids=SILENT,
+    )
+    runner.load()
+    runner.allocate_cache(num_blocks)
+    runner.run_empty(seats, 2 * seats)
+    return runner
+
+
+def request(number: int, length: int, max_tokens: int, **params: Any) -> GenerationRequest:
+    """A prompt of its own, read greedily."""
+    prompt = TokensPrompt(tuple((3 + number * 7 + place * place) % 200 for place in range(length)))
+    return GenerationRequest(f"r{number}", prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, **params))
+
+
+def requests() -> list[GenerationRequest]:
+    """Short and long, with everything that can be asked for; the constrained one ends by itself."""
+    shape = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    constrained = request(9, 6, 60, logit_bias=bias())
+    return [
+        request(0, 3, 34),
+        request(1, 50, 10),
+        request(2, 1, 30, num_logprobs=3),
+        request(3, 20, 30, repetition_penalty=1.4),
+        request(4, 33, 24, frequency_penalty=0.9, presence_penalty=0.4, num_logprobs=0),
+        request(5, 8, 10, logit_bias=((11, 60.0), (12, 59.0))),
+        request(6, 9, 10, stop_token_ids=frozenset(range(3, 200, 2)), end_token_ids=frozenset({3}), min_tokens=6),
+        request(7, 70, 6),
+        replace(constrained, grammar=replace(schema_spec(shape, "x"), plain=True)),
+    ]
+
+
+async def answers_of(runner: GpuRunner | ModelRunner) -> tuple[list[Answer], int]:
+    """All at once, in a pool that is too small for them."""
+    async with open_tiny_engine(
+        num_blocks=NUM_BLOCKS, runner=runner, max_num_seqs=SEATS, max_num_batched_tokens=48, num_speculative_tokens=0
+    ) as engine:
+        with trio.fail_after(540):
+            answers = await answer_all(engine, requests())
+        return answers, engine.snapshot()["preemptions"]
+
+
+async def check_answers() -> int:
+    """The same tokens and endings; gives the number of answers."""
+    plain = make_runner(make_checkpoint(context_length=CONTEXT), num_blocks=NUM_BLOCKS, silent_ids=SILENT)
+    expected, before = await answers_of(plain)
+    found, after = await answers_of(make_gpu_runner(NUM_BLOCKS, SEATS))
+    for one, other in zip(expected, found, strict=True):
+        assert one == other, f"{one} became {other}"
+    assert before, "nobody lost a seat"
+    assert after, "nobody lost a seat"
+    assert set(json.loads(found[-1].text)) == {"ok"}
+    return len(found)
+
+
+if __name__ == "__main__":
+    print(f"{trio.run(check_answers)} answers agree")

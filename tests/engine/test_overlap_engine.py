@@ -126,6 +126,18 @@ async def test_a_change_of_policy_waits_for_what_is_under_way(autojump_clock: Mo
         await assert_sound(engine)
 
 
+async def test_guesses_that_are_switched_on_wait_for_what_is_under_way(autojump_clock: MockClock) -> None:
+    device = FakeDevice(NUM_BLOCKS, 4)
+    async with open_device_engine(device) as engine:
+        handle = engine.submit(ask("question", 60))
+        for drafts in (3, 0, 2, 0):
+            await trio.sleep(0.055)
+            await engine.set_limits({"num_speculative_tokens": drafts})
+        await assert_right(handle)
+        assert {*device.depths} == {1, 2}
+        assert engine.snapshot()["faults"]["failed_steps"] == 0
+
+
 async def test_a_step_that_does_not_come_back_is_noticed(autojump_clock: MockClock) -> None:
     device = FakeDevice(NUM_BLOCKS, 4)
     async with open_device_engine(device) as engine:

@@ -52,6 +52,12 @@ class ModelSection(Section):
 class EngineSection(Section):
     """`[engine]`."""
 
+    device: str = _setting(
+        "auto",
+        "",
+        "what computes: auto takes a GPU where there is one; cpu, cuda, or cuda:1 for the second",
+        min_length=1,
+    )
     num_threads: int | None = _setting(
         None, "threads", "how many compute; auto is one for each core there is to take", absent="auto", ge=1, le=1024
     )
@@ -67,7 +73,11 @@ class CacheSection(Section):
         "auto", "", "numbers kept of each token; int8 takes about half of auto's memory, under the native kernels alone"
     )
     memory: Bytes | None = _setting(
-        None, "bytes", "for the KV cache alone; auto takes a quarter of what is free", absent="auto", ge=1 << 20
+        None,
+        "bytes",
+        "for the KV cache alone; auto takes a quarter of what is free, on a GPU nine tenths",
+        absent="auto",
+        ge=1 << 20,
     )
     enable_prefix_caching: bool = _setting(
         True, "", "keep what was computed and read it again where prompts begin alike; live"
@@ -314,6 +324,7 @@ class Settings(Section):
             dtype=self.model.dtype,
             max_model_len=self.model.max_model_len,
             served_model_name=self.server.served_model_name,
+            device=self.engine.device,
             num_threads=self.engine.num_threads or 0,
             block_size=self.cache.block_size,
             kv_cache_dtype=self.cache.kv_cache_dtype,

@@ -208,6 +208,7 @@ def banner(engine: Engine, listener: socket.socket) -> str:
     model, limits, capacity = engine.model, engine.limits, engine.capacity
     lines = [
         f"model      {model.name} ({model.weights_kind} weights, computing in {model.dtype})",
+        f"device     {model.device.name}: {model.device.reason}",
         f"context    {model.context_length} tokens a request (usable capacity)",
         f"seats      {limits.max_num_seqs} of at most {capacity.max_num_seqs}",
         f"budget     {limits.max_num_batched_tokens} tokens a step of at most {capacity.max_num_batched_tokens}",

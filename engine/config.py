@@ -86,10 +86,11 @@ class EngineConfig:
         dtype: one of `engine.precision.NAMES`.
         max_model_len: context length in tokens; `None` is the model's own.
         served_model_name: the name clients use; `None` is the model's own.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
         num_threads: threads of torch's pool and of the native kernels; 0 is one for each core there is to take.
         block_size: tokens of a KV block.
         kv_cache_dtype: one of `engine.precision.CACHE_NAMES`.
-        cache_memory_bytes: memory for the KV cache alone; `None` takes a quarter of what is free.
+        cache_memory_bytes: memory for the KV cache alone; `None` takes a share of what is free.
         long_prefill_token_threshold, policy, admission, dynamic_preferred_size, dynamic_max_queue_delay_seconds,
             num_speculative_tokens, max_waiting, max_waiting_tokens, slo_admission, enable_prefix_caching: as in
             `Limits`.
@@ -106,6 +107,7 @@ class EngineConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     served_model_name: str | None = None
+    device: str = "auto"
     num_threads: int = 0
     block_size: int = 16
     kv_cache_dtype: str = "auto"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig, Limits
     from engine.errors import RelevoError
     from engine.experience import Course
+    from engine.gpu.device import Device
     from engine.grammar.compiler import GrammarCompiler
     from engine.handle import GenerationRequest
     from engine.loaded import ChatTemplateLike, LoadedModel, TokenizerLike
@@ -65,6 +66,7 @@ class ModelInfo:
     name: str
     context_length: int
     dtype: str
+    device: Device
     weights_kind: str
     num_blocks: int
     block_size: int
@@ -107,6 +109,7 @@ class Engine:
             name=loaded.name,
             context_length=self._scheduler.usable_capacity,
             dtype=loaded.dtype,
+            device=loaded.device,
             weights_kind=loaded.weights_kind,
             num_blocks=loaded.num_blocks,
             block_size=config.block_size,
@@ -308,7 +311,7 @@ class Engine:
 
     def snapshot(self) -> dict[str, Any]:
         """The numbers of `/ops/stats.json`, true now."""
-        return self._report.snapshot(trio.current_time(), self.limits)
+        return {"device": self.model.device.name, **self._report.snapshot(trio.current_time(), self.limits)}
 
     def experience(self, window_seconds: int) -> dict[str, Any]:
         """What the snapshot says of the last five minutes, of another window (`engine.timeline.WINDOWS`) instead."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engine.errors import InvalidRequestError
+from engine.gpu.device import CPU, Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,6 +72,21 @@ class ChatTemplateLike(Protocol):
         ...
 
 
+class Prepared(NamedTuple):
+    """A runner that is ready, with its model and its cache.
+
+    Attributes:
+        dtype: of the computation.
+        num_blocks: as in `LoadedModel`, like the rest.
+    """
+
+    runner: Runner
+    dtype: str
+    num_blocks: int
+    remarks: tuple[str, ...]
+    is_batch_invariant: bool
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """Everything that loading gives.
@@ -81,6 +97,7 @@ class LoadedModel:
         weights_kind: how the weights were stored, e.g. `Q4_1`.
         max_model_len: context length in tokens.
         num_blocks: KV blocks that the runner has memory for.
+        device: what computes.
         remarks: one line each about what was chosen and why.
         is_batch_invariant: what a step computes of a sequence depends on nothing else in that step.
     """
@@ -93,6 +110,7 @@ class LoadedModel:
     runner: Runner
     tokenizer: TokenizerLike
     chat_template: ChatTemplateLike | None
+    device: Device = CPU
     remarks: tuple[str, ...] = ()
     is_batch_invariant: bool = True
 

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
-from engine.loaded import LoadedModel
+from engine.gpu.device import choose_device
+from engine.gpu.gpus import Gpus
+from engine.gpu.startup import prepare_on_gpu
+from engine.loaded import LoadedModel, Prepared
 from engine.loading.checkpoint import open_checkpoint
 from engine.loading.fetch import resolve_model
 from engine.loading.vocabulary import vocabulary_remarks
-from engine.memory import available_bytes
+from engine.memory import available_bytes, num_cache_blocks
 from engine.model_runner import ModelRunner
 from engine.processors import available_cores
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+    from engine.loading.checkpoint import Checkpoint
+
+log = logging.getLogger("relevo.engine")
 
 # The KV cache takes this share of the free memory unless it is told otherwise: the rest is for weights,
 # activations and whoever else lives on the machine.
 CACHE_SHARE = 0.25
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+def load_model(config: EngineConfig, gpus: Gpus | None = None) -> LoadedModel:
     """Find the model, read its weights, allocate its cache and run it once.
+
+    Args:
+        gpus: those that torch reaches, unless others are given.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -33,6 +43,33 @@ def load_model(config: EngineConfig) -> LoadedModel:
     # A path is known by its own name; a built-in model or a hub id by the name it was asked for.
     checkpoint = open_checkpoint(path, name=None if Path(config.model).exists() else config.model)
     max_model_len = _context_length(config, checkpoint.config.context_length)
+    gpus = Gpus() if gpus is None else gpus
+    device = choose_device(config, gpus)
+    log.info("computing on %s: %s", device.name, device.reason)
+    if device.gpu is None:
+        prepared = _prepare(config, checkpoint, max_model_len)
+    else:
+        prepared = prepare_on_gpu(config, checkpoint, device.gpu, max_model_len, gpus)
+    remarks = [*prepared.remarks, *vocabulary_remarks(checkpoint.tokenizer)]
+    if checkpoint.chat_template is None:
+        remarks.append("the model has no chat template: /v1/completions works, /v1/chat/completions does not")
+    return LoadedModel(
+        name=config.served_model_name or checkpoint.name,
+        dtype=prepared.dtype,
+        weights_kind=checkpoint.weights_kind,
+        max_model_len=max_model_len,
+        num_blocks=prepared.num_blocks,
+        runner=prepared.runner,
+        tokenizer=checkpoint.tokenizer,
+        chat_template=checkpoint.chat_template,
+        device=device,
+        remarks=tuple(remarks),
+        is_batch_invariant=prepared.is_batch_invariant,
+    )
+
+
+def _prepare(config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> Prepared:
+    """A runner on the processor."""
     runner = ModelRunner(
         checkpoint,
         dtype=config.dtype,
@@ -45,27 +82,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
         silent_ids=checkpoint.tokenizer.silent_ids,
     )
     runner.load()
-    num_blocks = _num_blocks(config, max_model_len, runner.kv_bytes_per_token)
+    num_blocks = num_cache_blocks(
+        config, max_model_len, runner.kv_bytes_per_token, available=available_bytes(), share=CACHE_SHARE
+    )
     runner.allocate_cache(num_blocks)
     runner.warm_up()
     is_batch_invariant = runner.precision.library is not None  # of floats the order of sums depends on the batch
-    remarks = [f"dtype {runner.precision.name}: {runner.precision.reason}", *vocabulary_remarks(checkpoint.tokenizer)]
+    remarks = [f"dtype {runner.precision.name}: {runner.precision.reason}"]
     if config.num_speculative_tokens and not is_batch_invariant:
         remarks.append("nothing is guessed: without the native kernels guesses could change an answer, by rounding")
-    if checkpoint.chat_template is None:
-        remarks.append("the model has no chat template: /v1/completions works, /v1/chat/completions does not")
-    return LoadedModel(
-        name=config.served_model_name or checkpoint.name,
-        dtype=runner.precision.name,
-        weights_kind=checkpoint.weights_kind,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        runner=runner,
-        tokenizer=checkpoint.tokenizer,
-        chat_template=checkpoint.chat_template,
-        remarks=tuple(remarks),
-        is_batch_invariant=is_batch_invariant,
-    )
+    return Prepared(runner, runner.precision.name, num_blocks, tuple(remarks), is_batch_invariant)
 
 
 def _context_length(config: EngineConfig, trained: int) -> int:
@@ -75,21 +101,3 @@ def _context_length(config: EngineConfig, trained: int) -> int:
             f"set it to {trained} or less."
         )
     return config.max_model_len or trained
-
-
-def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_token: int) -> int:
-    """Blocks for the memory that was given, or for what is useful within the share that may be taken."""
-    block_bytes = bytes_per_token * config.block_size
-    available = available_bytes()
-    if config.cache_memory_bytes is not None:
-        if config.cache_memory_bytes > available:
-            raise ConfigError(
-                f"cache.memory is {config.cache_memory_bytes} bytes, but only {available} are free: give it less."
-            )
-        num_blocks = config.cache_memory_bytes // block_bytes
-    else:
-        useful = config.capacity_num_seqs * -(-max_model_len // config.block_size)
-        num_blocks = min(useful, int(available * CACHE_SHARE) // block_bytes)
-    if num_blocks < 1:
-        raise ConfigError(f"cache.memory is too small: one block takes {block_bytes} bytes, give at least as many.")
-    return num_blocks

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from trio.testing import MockClock
 
 from engine.block_pool import BlockPool
 from engine.errors import EngineError, UnavailableError
+from engine.faults import has_lost_device, lacks_memory
 from engine.grammar.spec import GrammarSpec
 from engine.handle import GenerationRequest, TextPrompt
 from engine.kv_cache import KVCache
@@ -354,6 +356,48 @@ async def test_an_engine_that_can_compute_nothing_tells_everybody_and_ends_with_
         await run()
     assert told == ["The engine cannot go on and ends: ArithmeticError."] * 3
     assert caught.group_contains(EngineError, match="times in a row, the last time with: ArithmeticError")
+
+
+async def test_a_device_that_is_lost_ends_the_engine_at_once_with_the_cause(autojump_clock: MockClock) -> None:
+    steps: list[int] = []
+
+    def lose(batch: ScheduledBatch) -> None:
+        steps.append(batch.step)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported")
+
+    told: list[str | None] = []
+
+    async def run() -> None:
+        async with open_failing(lose) as engine:
+            told.append((await read(engine.submit(ask("question"))))[2])
+            await trio.sleep_forever()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await run()
+    assert told == ["The engine cannot go on and ends: RuntimeError."]
+    assert caught.group_contains(
+        EngineError, match="computed on it any more: CUDA error: an illegal memory access .*ed$"
+    )
+    assert len(steps) == 1, "nothing is tried on a device that is lost"
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks", "lost"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True, False),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), False, True),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with"), False, True),
+        (RuntimeError("CUDA error: unspecified launch failure"), False, True),
+        (RuntimeError("HIP error: an illegal memory access was encountered"), False, True),
+        (RuntimeError("CUDA error: invalid configuration argument"), False, False),
+        (RuntimeError("the window was lost"), False, False),
+        (ValueError("CUDA error: device-side assert triggered"), False, False),
+    ],
+)
+def test_what_a_device_says_is_told_apart(error: Exception, lacks: bool, lost: bool) -> None:
+    assert (lacks_memory(error), has_lost_device(error)) == (lacks, lost)
 
 
 async def test_what_fails_with_many_and_not_with_few_lowers_the_seats(autojump_clock: MockClock) -> None:

@@ -1,0 +1,114 @@
+"""The GPUs that torch reaches. What only they can answer or do is asked here and nowhere else in the start."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+
+from engine.stepper import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.loading.checkpoint import Checkpoint
+
+MIB: Final = 1 << 20
+
+
+class GpuRunnerLike(Runner, Protocol):
+    """A runner on a GPU, as the start sees it."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token takes in the cache."""
+        ...
+
+    def load(self) -> None:
+        """Read the weights."""
+        ...
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Make room for so many blocks."""
+        ...
+
+    def run_empty(self, num_rows: int, num_tokens: int) -> None:
+        """Compute a step of rows that stand for nothing."""
+        ...
+
+
+class Gpus:
+    """NVIDIA's, and AMD's, which go by the same name in torch."""
+
+    def obstacle(self) -> str | None:
+        """What stands in the way of computing on a GPU, or `None`."""
+        if not torch.cuda.is_available():
+            built_for = torch.version.cuda or torch.version.hip
+            return f"torch {torch.__version__} " + (
+                "finds no GPU" if built_for else "is built for CPUs alone (the README tells of the one for GPUs)"
+            )
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed (pip install triton)"
+        return None
+
+    def count(self) -> int:
+        """How many there are."""
+        return torch.cuda.device_count()
+
+    def describe(self, index: int) -> str:
+        """A GPU in words: its name, memory and architecture."""
+        properties = torch.cuda.get_device_properties(index)
+        what = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        arch = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+        return f"{properties.name}, {properties.total_memory // MIB} MiB, {arch}, torch built for {what}"
+
+    def multiplies_bfloat16(self, index: int) -> bool:
+        """Whether it has such products of its own."""
+        with torch.cuda.device(index):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+    def make_runner(
+        self,
+        checkpoint: Checkpoint,
+        index: int,
+        *,
+        dtype: torch.dtype,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        silent_ids: tuple[int, ...],
+    ) -> GpuRunnerLike:
+        """A runner that has not loaded its model yet; as in `engine.gpu.runner`."""
+        from engine.gpu.runner import GpuRunner, Sizes  # needs triton
+
+        torch.cuda.set_device(index)  # Triton launches on the current one; the calling thread makes all steps
+        sizes = Sizes(max_num_seqs, max_num_batched_tokens, max_model_len, block_size)
+        return GpuRunner(checkpoint, sizes, device=torch.device("cuda", index), dtype=dtype, silent_ids=silent_ids)
+
+    def free_bytes(self, index: int) -> int:
+        """Memory that nobody has, after what torch keeps in reserve was given back."""
+        torch.cuda.synchronize(index)
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(index)
+        return free
+
+    def peak_bytes(self, index: int, run: Callable[[], object]) -> int:
+        """The most memory that a call takes beside what is taken already."""
+        torch.cuda.synchronize(index)
+        torch.cuda.reset_peak_memory_stats(index)
+        before = torch.cuda.memory_allocated(index)
+        run()
+        torch.cuda.synchronize(index)
+        return torch.cuda.max_memory_allocated(index) - before
+
+    def capture(self, runner: GpuRunnerLike, report: Callable[[int, int], object]) -> None:
+        """Have decode steps captured as graphs; `report` is told (sizes done, sizes)."""
+        from engine.gpu.graphs import Graphs
+        from engine.gpu.runner import GpuRunner
+
+        if isinstance(runner, GpuRunner):
+            graphs = Graphs()
+            graphs.capture(runner, report)
+            runner.graphs = graphs

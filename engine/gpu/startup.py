@@ -1,0 +1,123 @@
+"""From a checkpoint to a runner on a GPU: in which numbers it computes, and what is done with the device's memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from engine.errors import ConfigError
+from engine.faults import lacks_memory
+from engine.gpu.gpus import MIB
+from engine.gpu.graphs import sizes_for
+from engine.loaded import Prepared
+from engine.memory import num_cache_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.config import EngineConfig
+    from engine.gpu.gpus import GpuRunnerLike, Gpus
+    from engine.loading.checkpoint import Checkpoint
+
+log = logging.getLogger("relevo.engine")
+
+# The KV cache takes this share of what weights, the largest step and graphs leave, unless it is told otherwise.
+CACHE_SHARE: Final = 0.9
+# What a captured graph takes beside its tensors; others tell of 1.7 MB for each.
+GRAPH_BYTES: Final = 2 * MIB
+DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def prepare_on_gpu(
+    config: EngineConfig, checkpoint: Checkpoint, index: int, max_model_len: int, gpus: Gpus
+) -> Prepared:
+    """Load the model, share out the memory and capture the graphs.
+
+    Raises:
+        ModelError: the checkpoint cannot be read.
+        ConfigError: a setting does not go with this device, or something does not fit into its memory.
+    """
+    name, reason = choose_dtype(config.dtype, index, gpus)
+    seats, tokens = config.capacity_num_seqs, config.capacity_num_batched_tokens
+    runner = gpus.make_runner(
+        checkpoint,
+        index,
+        dtype=DTYPES[name],
+        max_num_seqs=seats,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        silent_ids=tuple(checkpoint.tokenizer.silent_ids),
+    )
+    free = gpus.free_bytes(index)
+    with _fitting(index, f"the weights do not fit into {free // MIB} MiB", "a smaller model, or --device cpu"):
+        runner.load()
+    with _fitting(index, f"a step of {tokens} tokens does not fit beside the weights", "fewer tokens or seats a step"):
+        reserve = bytes_for_steps(runner, index, seats, tokens, gpus)
+    free = gpus.free_bytes(index) - reserve
+    num_blocks = num_cache_blocks(
+        config, max_model_len, runner.kv_bytes_per_token, available=free, share=CACHE_SHARE, where=f"on cuda:{index}"
+    )
+    with _fitting(index, "the KV cache or the graphs do not fit", "the cache less memory ([cache] memory)"):
+        runner.allocate_cache(num_blocks)
+        capture(runner, gpus)
+    remarks = [f"dtype {name}: {reason}"]
+    if config.num_speculative_tokens:
+        remarks.append("nothing is guessed: on a GPU rounding depends on the batch, so guesses could change an answer")
+    return Prepared(runner, name, num_blocks, tuple(remarks), is_batch_invariant=False)
+
+
+def choose_dtype(name: str, index: int, gpus: Gpus) -> tuple[str, str]:
+    """The floats to compute in, and why.
+
+    Raises:
+        ConfigError: the device does not multiply them.
+    """
+    has_bfloat16 = gpus.multiplies_bfloat16(index)
+    if name == "auto":
+        chosen = ("bfloat16", "multiplied by this GPU"), ("float16", "this GPU multiplies no bfloat16")
+        return chosen[0] if has_bfloat16 else chosen[1]
+    if name == "bfloat16" and not has_bfloat16:
+        raise ConfigError(f"model.dtype is 'bfloat16', which cuda:{index} does not multiply: choose float16 or auto.")
+    return name, "as configured"
+
+
+def bytes_for_steps(runner: GpuRunnerLike, index: int, seats: int, tokens: int, gpus: Gpus) -> int:
+    """What is to be kept free for the largest step, and for the graphs of those that decode: found by computing both.
+
+    Their cache is a block, which all rows read.
+    """
+    runner.allocate_cache(1)
+    largest = gpus.peak_bytes(index, partial(runner.run_empty, min(seats, tokens), tokens))
+    # The graphs of all sizes share the memory of the largest one.
+    decoding = gpus.peak_bytes(index, partial(runner.run_empty, seats, seats))
+    graphs = decoding + 2 * len(sizes_for(seats)) * GRAPH_BYTES
+    log.info("the largest step takes %d MiB, graphs up to %d MiB", largest // MIB, graphs // MIB)
+    return largest + graphs
+
+
+def capture(runner: GpuRunnerLike, gpus: Gpus) -> None:
+    """Capture decode steps, telling how far that is every quarter of the way."""
+
+    def report(done: int, total: int) -> None:
+        if 4 * done // total > 4 * (done - 1) // total:
+            log.info("%d of %d sizes of decode steps captured, after %.1f s", done, total, time.perf_counter() - begun)
+
+    begun = time.perf_counter()
+    gpus.capture(runner, report)
+
+
+@contextmanager
+def _fitting(index: int, what: str, advice: str) -> Iterator[None]:
+    """Turn a lack of memory into a line that says what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        raise ConfigError(f"The memory of cuda:{index} is too small: {what}; give {advice}.") from error

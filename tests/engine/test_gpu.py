@@ -1,0 +1,228 @@
+"""What is decided about a GPU, with one that is made up; and the step on it, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.gpu.device import choose_device
+from engine.gpu.gpus import MIB, Gpus
+from engine.startup import load_model
+from tests.fakes import FakeRunner
+from tests.tiny_models import make_config, make_tensors, write_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.gpu.gpus import GpuRunnerLike
+    from engine.loading.checkpoint import Checkpoint
+
+KV_BYTES = 1024
+
+
+class FakeGpuRunner(FakeRunner):
+    """Notes what it is asked for; its weights take what it is told they do."""
+
+    def __init__(self, gpus: FakeGpus) -> None:
+        super().__init__(1, 16)
+        self.gpus = gpus
+        self.calls: list[tuple[Any, ...]] = []
+        self.kv_bytes_per_token = KV_BYTES
+
+    def load(self) -> None:
+        self.calls.append(("load",))
+        self.gpus.take(self.gpus.weight_bytes)
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.calls.append(("allocate_cache", num_blocks))
+        self.gpus.take(num_blocks * 16 * KV_BYTES if num_blocks > 1 else 0)
+
+    def run_empty(self, num_rows: int, num_tokens: int) -> None:
+        self.calls.append(("run_empty", num_rows, num_tokens))
+
+
+class FakeGpus(Gpus):
+    """Two GPUs of so many bytes; a step takes a mebibyte a token."""
+
+    def __init__(self, size: int = 4096 * MIB, *, weight_bytes: int = 1024 * MIB, why: str | None = None) -> None:
+        self.free, self.weight_bytes, self.why = size, weight_bytes, why
+        self.has_bfloat16 = True
+        self.graph_bytes = 8 * MIB
+        self.runner = FakeGpuRunner(self)
+        self.made: dict[str, Any] = {}
+
+    def take(self, num_bytes: int) -> None:
+        if num_bytes > self.free:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate too much.")
+        self.free -= num_bytes
+
+    def obstacle(self) -> str | None:
+        return self.why
+
+    def count(self) -> int:
+        return 2
+
+    def describe(self, index: int) -> str:
+        return f"Imaginary {index}"
+
+    def multiplies_bfloat16(self, index: int) -> bool:
+        return self.has_bfloat16
+
+    def make_runner(self, checkpoint: Checkpoint, index: int, **sizes: Any) -> GpuRunnerLike:
+        self.made = {"index": index, "layers": checkpoint.config.num_layers, **sizes}
+        return self.runner
+
+    def free_bytes(self, index: int) -> int:
+        return self.free
+
+    def peak_bytes(self, index: int, run: Callable[[], object]) -> int:
+        run()
+        num_bytes: int = self.runner.calls[-1][2] * MIB
+        self.take(num_bytes)
+        self.free += num_bytes
+        return num_bytes
+
+    def capture(self, runner: GpuRunnerLike, report: Callable[[int, int], object]) -> None:
+        assert runner is self.runner
+        self.take(self.graph_bytes)
+        for done in range(1, 9):
+            report(done, 8)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    shape = make_config()
+    path = write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", shape, make_tensors(shape))
+    return EngineConfig(model=str(path), device="cuda:1", capacity_num_seqs=64, capacity_num_batched_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("device", "found"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")]
+)
+def test_a_gpu_is_taken_where_there_is_one_and_it_is_not_forbidden(device: str, found: str) -> None:
+    chosen = choose_device(EngineConfig(device=device), FakeGpus())
+    assert chosen.name == found
+    assert chosen.reason == ("as configured" if device == "cpu" else f"Imaginary {chosen.gpu}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"device": "gpu"}, "can be auto, cpu, cuda, or cuda:1"),
+        ({"device": "cuda:x"}, "can be auto, cpu, cuda, or cuda:1"),
+        ({"device": "cuda:2"}, "there are 2 GPUs, cuda:0 to cuda:1"),
+        ({"device": "cuda", "dtype": "native"}, "model.dtype is 'native', which only processors compute so far"),
+        ({"device": "cuda", "dtype": "int8"}, "model.dtype is 'int8', which only processors compute so far"),
+        ({"device": "cuda", "kv_cache_dtype": "int8"}, "cache.kv_cache_dtype is 'int8', which only processors"),
+        ({"device": "cuda", "block_size": 24}, "on a GPU blocks are powers of two"),
+    ],
+)
+def test_what_no_gpu_goes_with_is_one_clear_line(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        choose_device(EngineConfig(**changes), FakeGpus())
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_gpu_auto_takes_the_processor_and_says_why_and_nothing_else_is_taken() -> None:
+    gpus = FakeGpus(why="torch finds no GPU")
+    assert choose_device(EngineConfig(), gpus) == (None, "torch finds no GPU")
+    with pytest.raises(ConfigError, match=r"engine\.device is 'cuda', but torch finds no GPU: choose cpu or auto"):
+        choose_device(EngineConfig(device="cuda"), gpus)
+
+
+def test_auto_takes_the_processor_where_a_setting_asks_for_what_a_gpu_does_not_compute() -> None:
+    chosen = choose_device(EngineConfig(dtype="native"), FakeGpus())
+    assert (chosen.name, chosen.reason) == ("cpu", "model.dtype is 'native', which only processors compute so far")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_this_machine_has_none_and_says_what_is_missing() -> None:
+    assert Gpus().obstacle() in (
+        f"torch {torch.__version__} finds no GPU",
+        f"torch {torch.__version__} is built for CPUs alone (the README tells of the one for GPUs)",
+    )
+
+
+def test_the_cache_takes_what_is_useful_of_what_weights_steps_and_graphs_leave(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpus = FakeGpus()
+    with caplog.at_level(logging.INFO):
+        model = load_model(config, gpus)
+    # The context is 128 tokens: eight blocks for each of 64 seats.
+    assert model.num_blocks == 64 * 8
+    assert gpus.runner.calls == [
+        ("load",), ("allocate_cache", 1), ("run_empty", 64, 512), ("run_empty", 64, 64), ("allocate_cache", 512),
+    ]  # fmt: skip
+    made = gpus.made
+    assert (made["index"], made["dtype"], made["max_num_seqs"]) == (1, torch.bfloat16, 64)
+    assert (made["max_num_batched_tokens"], made["max_model_len"], made["block_size"]) == (512, 128, 16)
+    assert (model.device, model.dtype, model.is_batch_invariant) == ((1, "Imaginary 1"), "bfloat16", False)
+    assert model.remarks[0] == "dtype bfloat16: multiplied by this GPU"
+    assert model.remarks[1].startswith("nothing is guessed")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "computing on cuda:1: Imaginary 1"
+    assert [line.split(",")[0] for line in lines[2:]] == [
+        f"{done} of 8 sizes of decode steps captured" for done in (2, 4, 6, 8)
+    ]
+
+
+def test_nine_tenths_where_not_all_that_is_useful_fits(config: EngineConfig) -> None:
+    # 11 sizes, two graphs of 2 MiB each; a step of 512 tokens, and one of 64.
+    beside = 1024 + 512 + 64 + 44
+    model = load_model(config, FakeGpus((beside + 5) * MIB))
+    assert model.num_blocks == int(5 * MIB * 0.9) // (16 * KV_BYTES)
+
+
+def test_memory_in_bytes_is_kept_to_and_checked(config: EngineConfig) -> None:
+    beside = 1024 + 512 + 64 + 44
+    given = replace(config, cache_memory_bytes=8 * MIB)
+    assert load_model(given, FakeGpus((beside + 8) * MIB)).num_blocks == 512
+    with pytest.raises(ConfigError, match=f"cache.memory is {8 * MIB} bytes, but only {7 * MIB} are free on cuda:1"):
+        load_model(given, FakeGpus((beside + 7) * MIB))
+
+
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        (512, "too small: the weights do not fit into 512 MiB; give a smaller model, or --device cpu"),
+        (1280, "too small: a step of 512 tokens does not fit beside the weights; give fewer tokens or seats a step"),
+        (1600, "Only 0 bytes are free on cuda:1 for the KV cache, and one block takes 16384: free more"),
+    ],
+)
+def test_what_does_not_fit_is_one_clear_line(config: EngineConfig, size: int, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_model(config, FakeGpus(size * MIB))
+
+
+def test_graphs_that_do_not_fit_are_one_clear_line(config: EngineConfig) -> None:
+    gpus = FakeGpus()
+    gpus.graph_bytes = 4096 * MIB
+    with pytest.raises(ConfigError, match="the KV cache or the graphs do not fit; give the cache less memory"):
+        load_model(config, gpus)
+
+
+def test_a_fault_of_another_kind_is_not_taken_for_a_lack_of_memory(config: EngineConfig) -> None:
+    gpus = FakeGpus()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    gpus.runner.load = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        load_model(config, gpus)
+
+
+def test_a_gpu_without_bfloat16_takes_float16(config: EngineConfig) -> None:
+    gpus = FakeGpus()
+    gpus.has_bfloat16 = False
+    assert load_model(config, gpus).remarks[0] == "dtype float16: this GPU multiplies no bfloat16"
+    assert load_model(replace(config, dtype="float32"), FakeGpus()).remarks[0] == "dtype float32: as configured"
+    with pytest.raises(ConfigError, match="which cuda:1 does not multiply: choose float16 or auto"):
+        load_model(replace(config, dtype="bfloat16"), gpus)

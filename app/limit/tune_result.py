@@ -8,7 +8,8 @@
  "present":    {"settings", "limit": {"requests_per_second", "low", "high"} or null},
  "found":      the same of the best that the search came upon, or null,
  "best":       {"settings", "changes": {name: [present, best]}, "limit"}: the present ones where none is believed in,
- "evidence":   {"believed", "why", "gain", "pairs": [{"seed", "present", "found", "gain"}]},
+ "evidence":   {"believed", "complete": there was time for it, "why", "gain",
+                "pairs": [{"seed", "present", "found", "gain"}]},
  "trade_off":  {"control", "rate", "seed", "points": [{"value", "ttft_p95_seconds", "itl_p95_seconds",
                 "e2e_p95_seconds", "requests", "holds"}]} or null,
  "complete":   whether everything was tried in the time,
@@ -20,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from app.limit.summary import figures
+from app.limit.tune_confirm import MIN_PAIRS
 from app.limit.tune_controls import BUDGET, changes_of
 
 if TYPE_CHECKING:
@@ -96,12 +98,18 @@ def _evidence(tuned: Tuned) -> dict[str, Any]:
     if verdict is None:
         number = len(tuned.candidates)
         why = f"of {number} none was better" if number else "nothing else could be tried"
-        return {"believed": False, "why": why, "gain": None, "pairs": []}
+        return {"believed": False, "complete": True, "why": why, "gain": None, "pairs": []}
     pairs = []
     for pair in tuned.pairs:
         present, found = pair.limits
         pairs.append({"seed": pair.seed, "present": present, "found": found, "gain": pair.gain})
-    return {"believed": verdict.is_believed, "why": verdict.why, "gain": verdict.gain, "pairs": pairs}
+    return {
+        "believed": verdict.is_believed,
+        "complete": len(pairs) >= MIN_PAIRS,
+        "why": verdict.why,
+        "gain": verdict.gain,
+        "pairs": pairs,
+    }
 
 
 def _trade_off(budgets: Sequence[tuple[int, Run]]) -> dict[str, Any] | None:

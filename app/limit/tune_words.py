@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 SAME: Final = "The settings you have are as good as any that were tried"
+UNKNOWN: Final = "Whether other settings are better is not known"
 
 
 def tune_lines(tune: Mapping[str, Any]) -> list[str]:
@@ -100,12 +101,12 @@ def verdict_lines(tune: Mapping[str, Any]) -> list[str]:
     evidence, best, found = tune["evidence"], tune["best"], tune["found"]
     if not evidence["believed"]:
         if found is None:
-            return [f"{SAME}: {evidence['why']}."]
+            return [f"{SAME if tune['candidates'] else UNKNOWN}: {evidence['why']}."]
         changes = {name: [tune["present"]["settings"][name], value] for name, value in found["settings"].items()}
         changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
         promised = [one["limit"] for one in tune["candidates"] if one["limit"]][-1]
         hoped = f"{setting_words(changes)} promised {_limit(promised)}, but {evidence['why']}"
-        return [f"{SAME}: {hoped}."]
+        return [f"{SAME if evidence.get('complete', True) else UNKNOWN}: {hoped}."]
     gain = f": {evidence['gain']:.2f} times the limit" if evidence["gain"] is not None else ""
     lines = [
         f"Better for these targets: {setting_words(best['changes'])}{gain}; {evidence['why']}.",

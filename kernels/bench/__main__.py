@@ -39,7 +39,7 @@ def row_of(case: Case, timing: Timing, rates: Rates) -> str:
 
 
 def run_on_device(cases: Sequence[Case], device: torch.device) -> tuple[dict[str, object], int]:
-    """Print a table of the cases as they are done; gives all figures, and how many were wrong."""
+    """Print a table of the cases as they are done; gives all figures, and how many were wrong or failed."""
     import triton
 
     properties = torch.cuda.get_device_properties(device)
@@ -55,9 +55,10 @@ def run_on_device(cases: Sequence[Case], device: torch.device) -> tuple[dict[str
             continue
         try:
             timing = time_case(case, device)
-        except AssertionError as error:
+        except Exception as error:  # whatever it is, the others are wanted too
             wrong += 1
-            print(f"| {case.kernel} | {case.shape} | WRONG: {' '.join(str(error).split())} |")
+            why = "WRONG" if isinstance(error, AssertionError) else type(error).__name__
+            print(f"| {case.kernel} | {case.shape} | {why}: {' '.join(str(error).split())} |", flush=True)
             continue
         finally:
             torch.cuda.empty_cache()
@@ -84,7 +85,7 @@ def interpret(arguments: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Gives the exit code: 1 where there is no device, or a kernel was wrong."""
+    """Gives the exit code: 1 where there is no device, or a kernel was wrong or failed."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
     parser.add_argument("--kernel", nargs="+", default=[], help="only these")

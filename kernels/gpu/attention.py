@@ -137,9 +137,9 @@ def _attend(
 ) -> tl.tensor:
     """Take the tiles from `first_tile` up to `last_tile` into total, total_odd, maximum and norm.
 
-    Not MASKED promises that every line sees every key of these tiles. A line's scores times `scale` are logarithms to
-    base 2; the maximum is that of the scores themselves. PAIRS: the cache has pairs of eight-bit floats, `query` and
-    `total` are columns of even number, and `query_odd` and `total_odd` the others; else those two are left alone.
+    Not MASKED promises that every line sees every key of these tiles. Scores times `scale`, which is positive, are
+    logarithms to base 2; so is the maximum. PAIRS: the cache has pairs of eight-bit floats, `query` and `total` are
+    columns of even number, and `query_odd` and `total_odd` the others; else those two are left alone.
     """
     columns = tl.arange(0, PADDED_SIZE)
     inside = columns[None, :] < HEAD_SIZE
@@ -178,9 +178,9 @@ def _attend(
         # The next tile's blocks are looked up while this tile's keys are under way.
         keys += KEYS
         block_ids = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < key_limit, other=0)
-        higher = tl.maximum(maximum, tl.max(scores, axis=1))
-        chances = tl.exp2(scores * scale - (higher * scale)[:, None])
-        fade = tl.exp2((maximum - higher) * scale)
+        higher = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
+        chances = tl.exp2(scores * scale - higher[:, None])
+        fade = tl.exp2(maximum - higher)
         norm = norm * fade + tl.sum(chances, axis=1)
         total = total * fade[:, None]
         chances = chances.to(query.dtype)
@@ -314,7 +314,7 @@ def paged_attention_kernel(
     if NUM_SEGMENTS > 1:
         parts = (tokens * (tl.num_programs(1) * GROUP) + head) * NUM_SEGMENTS + segment
         tl.store(values_ptr + parts[:, None] * HEAD_SIZE + columns[None, :], result, mask=wanted)
-        tl.store(weights_ptr + parts, maximum * scale + tl.log2(norm), mask=token < 1)
+        tl.store(weights_ptr + parts, maximum + tl.log2(norm), mask=token < 1)
     else:
         places = (tokens * out_token_stride + head * out_head_stride)[:, None] + columns[None, :]
         tl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), mask=wanted)

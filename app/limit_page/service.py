@@ -168,11 +168,15 @@ class LimitSearches:
             order = await self._orders.receive()
             assert self.search is not None
             try:
-                await self._look(self.search, order)
-            finally:
-                if self.search.is_running:  # the server ends, or this has a fault
-                    self.search.finish("shutdown", "The server could not go on with it.", self._journal.wall())
-                self.tell()
+                ended = await self._look(self.search, order)
+            except BaseException as error:
+                ended = ("failed", "It broke down; the log of the server says more.")
+                if not isinstance(error, Exception):  # the server ends
+                    ended = self._end if self._end[0] else ("shutdown", "The server has ended.")
+                with trio.CancelScope(shield=True):
+                    await self._finish(self.search, *ended)
+                raise
+            await self._finish(self.search, *ended)
 
     async def read(self, search_id: str) -> dict[str, Any]:
         """The object of one, which may be the one that runs; raises as `Archive.read`."""
@@ -193,7 +197,17 @@ class LimitSearches:
             self.search = None
         self.tell()
 
-    async def _look(self, search: Search, order: _Order) -> None:
+    async def _finish(self, search: Search, end: str, why: str) -> None:
+        """Tell of its end, and keep it, if there is anything to be seen in it."""
+        search.finish(end, why, self._journal.wall())
+        self._journal.note("limit", f"The search for the limit ended: {end_words(search.as_json())}")
+        log.info("the search for the limit %s ended: %s", search.search_id, search.end)
+        if search.curve or search.result is not None:
+            await self.archive.keep(search.as_json())
+        self.tell()
+
+    async def _look(self, search: Search, order: _Order) -> tuple[str, str]:
+        """Have it done; gives how it ended and why."""
         wish, generation = order.wish, self._engine.limits.generation
         words = [*self._command, *wish.words(order.url, order.trace), "--progress-json", "-"]
         with self._lent_key(search, wish) as secret:
@@ -215,11 +229,7 @@ class LimitSearches:
         if search.users and wish.beside_users:
             came = numbers.plural(search.users, "request")
             search.remarks.append(f"{came} of users came in while it ran: the figure is of what they left.")
-        search.finish(*self._outcome(search, code, said), self._journal.wall())
-        self._journal.note("limit", f"The search for the limit ended: {end_words(search.as_json())}")
-        log.info("the search for the limit %s ended: %s", search.search_id, search.end)
-        if search.curve or search.result is not None:
-            await self.archive.keep(search.as_json())
+        return self._outcome(search, code, said)
 
     def _variables(self) -> dict[str, str]:
         """The targets of background work, of which a recording may have some; there are no flags for them."""

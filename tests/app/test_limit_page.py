@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import time
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -21,6 +23,7 @@ from app.limit_page.service import LimitSearches
 from app.recording.recorder import open_recorder
 from tests.app.limit_lines import RUNS, progress_line, result_of, run_at, run_line, whole_script, wish, write_script
 from tests.app.serving import CHAT, chat_body, make_settings, open_server
+from tests.fixtures_browser import server as server_process
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -328,6 +331,23 @@ async def test_it_ends_with_the_server(tmp_path: Path) -> None:
     assert searches.search.end == "shutdown"
 
 
+@pytest.mark.slow
+def test_a_server_that_is_asked_to_end_ends_the_search_first(tmp_path: Path) -> None:
+    lines = [{"pid": str(tmp_path / "pid")}, *whole_script()[:5], {"wait": str(tmp_path / "never")}]
+    command = write_script(tmp_path / "script.jsonl", lines)
+    state = {"server": {"state_dir": str(tmp_path)}}
+    with server_process(limit_command=command, settings=state) as (url, process):
+        assert httpx.post(f"{url}/ops/limit", json=wish(), timeout=30).status_code == 202
+        while not httpx.get(f"{url}/ops/limit.json", timeout=30).json()["search"]["curve"]:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    gone(tmp_path)
+    (kept,) = (tmp_path / "limits").glob("*.json")
+    told = json.loads(kept.read_text())
+    assert (told["end"], told["why"], len(told["curve"])) == ("shutdown", "It was asked to end.", 1)
+
+
 @pytest.mark.parametrize(
     ("lines", "end", "why"),
     [
@@ -392,7 +412,7 @@ def tuned(believed: bool) -> dict[str, Any]:
     return {
         "controls": [], "candidates": [candidate], "present": present, "found": found,
         "best": {**best, "changes": changes}, "trade_off": None, "complete": True, "applied": False,
-        "evidence": {"believed": believed, "why": why, "gain": 1.22, "pairs": []},
+        "evidence": {"believed": believed, "why": why, "gain": 1.22, "complete": True, "pairs": []},
     }  # fmt: skip
 
 

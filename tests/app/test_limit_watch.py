@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
-from tests.app.test_limit_command import SIMULATE
+import pytest
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.app.endpoints import open_endpoint
+from tests.app.test_limit_command import SIMULATE, marked  # noqa: F401 - a fixture
 
 ASKED = (*SIMULATE, "--requests", "100", "--factor", "20", "--repeats", "2")
 
@@ -42,3 +45,19 @@ def test_a_file_takes_the_lines_and_the_table_is_printed_all_the_same(run: Any, 
     code, out, err = run(*ASKED, "--progress-json", tmp_path / "nowhere" / "lines.jsonl")
     assert (code, out) == (2, "")
     assert "cannot be written" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+def test_it_ends_with_all_it_started_when_nobody_reads_its_lines(marked: dict[str, str]) -> None:  # noqa: F811
+    """As where the server that has begun it is killed."""
+    with open_endpoint(first_seconds=0.2, context=4096) as (url, _):
+        words = [sys.executable, "-m", "app.cli", "limit", "--url", url, "--seats", "2", "--progress-json", "-"]
+        process = subprocess.Popen(words, env=marked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["event"] == "progress"
+        process.stdout.close()
+        assert process.wait(30) == 1
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        process.stderr.close()

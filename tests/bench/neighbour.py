@@ -4,7 +4,8 @@
 
 One process serves the fake model, one sends the cases of `tests.app.raw_cases` as fast as they are answered, and this
 one reads one stream after the other. Half of the time nothing else is sent; the two halves take turns, so that what the
-machine does beside them meets both.
+machine does beside them meets both. The sender has the lowest priority: elsewhere it would be another machine, and its
+own work is not to be taken for what the server does about it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def pair(options: argparse.Namespace, url: str, number: int) -> dict[str, Any]:
     port = url.rsplit(":", 1)[1]
     command = [sys.executable, "-m", "tests.app.raw_fuzz", "--port", port, "--cases", "1000000"]
     first = ["--first", str(number * 1_000_000), "--connections", str(options.connections)]
-    with subprocess.Popen([*command, *first]) as sender:
+    with subprocess.Popen(["nice", "-n", "19", *command, *first]) as sender:
         time.sleep(1)
         together = gaps(url, options.seconds)
         sender.terminate()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = IN_A_BROWSER
 
 PAGES = (
-    "/", "/ops", "/ops/history", "/ops/requests", "/ops/requests/1", "/admin", "/admin/keys",
+    "/", "/ops", "/ops/history", "/ops/limit", "/ops/requests", "/ops/requests/1", "/admin", "/admin/keys",
     "/admin/recordings", "/docs", "/login", "/missing",
 )  # fmt: skip
 SCHEMES = ("light", "dark")

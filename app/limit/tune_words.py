@@ -106,7 +106,7 @@ def verdict_lines(tune: Mapping[str, Any]) -> list[str]:
         changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
         promised = [one["limit"] for one in tune["candidates"] if one["limit"]][-1]
         hoped = f"{setting_words(changes)} promised {_limit(promised)}, but {evidence['why']}"
-        return [f"{SAME if evidence.get('complete', True) else UNKNOWN}: {hoped}."]
+        return [f"{SAME if evidence['complete'] else UNKNOWN}: {hoped}."]
     gain = f": {evidence['gain']:.2f} times the limit" if evidence["gain"] is not None else ""
     lines = [
         f"Better for these targets: {setting_words(best['changes'])}{gain}; {evidence['why']}.",

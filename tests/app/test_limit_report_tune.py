@@ -19,13 +19,14 @@ TUNE: dict[str, Any] = {
     "candidates": [
         {"control": "max_num_seqs", "value": 32, "settings": {"max_num_seqs": 32}, "against": {"max_num_seqs": 16},
          "rate": 4.0, "seed": 0, "requests": 100, "ended_early": False, "excess": 0.5, "their_excess": 1.5,
-         "margin": {"ratio": 0.33, "low": 0.2, "high": 0.5}, "verdict": "better", "limit": None, "why": None},
+         "margin": {"ratio": 0.33, "low": 0.2, "high": 0.5}, "verdict": "better", "beyond": None, "limit": None,
+         "why": None},
     ],
     "present": {"settings": {"max_num_seqs": 16}, "limit": {"requests_per_second": 3.5, "low": 3.4, "high": 3.6}},
     "found": {"settings": {"max_num_seqs": 32}, "limit": {"requests_per_second": 4.5, "low": 4.4, "high": 4.6}},
     "best": {"settings": {"max_num_seqs": 32}, "limit": {"requests_per_second": 4.5, "low": 4.4, "high": 4.6},
              "changes": {"max_num_seqs": [16, 32]}},
-    "evidence": {"believed": True, "why": "each of 2 fresh seeds was better", "gain": 1.28,
+    "evidence": {"believed": True, "complete": True, "why": "each of 2 fresh seeds was better", "gain": 1.28,
                  "pairs": [{"seed": 7, "present": 3.5, "found": 4.5, "gain": 1.28},
                            {"seed": 8, "present": None, "found": 4.4, "gain": None}]},
     "trade_off": {"control": "max_num_batched_tokens", "rate": 3.0, "seed": 0, "points": [

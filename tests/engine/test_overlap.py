@@ -195,7 +195,7 @@ REQUEST = st.fixed_dictionaries(
     enable_prefix_caching=st.booleans(),
     switch=st.sampled_from([None, "static", "dynamic"]),
 )
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_everybody_is_told_the_same_as_without(
     requests: list[tuple[dict[str, Any], int]], aborts: list[tuple[int, int]], switch: str | None, **limits: Any
 ) -> None:

@@ -319,7 +319,7 @@ REQUEST = st.fixed_dictionaries(
     num_blocks=st.integers(20, 60),
     failing_step=st.one_of(st.none(), st.integers(0, 30)),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_everybody_is_told_the_same_as_without(
     requests: list[tuple[dict[str, Any], int]],
     aborts: list[tuple[int, int]],

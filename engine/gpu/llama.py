@@ -98,10 +98,11 @@ class GpuLlama:
             attended = F.linear(silu_mul(F.linear(normed, layer.gate_up)), layer.down)
         return residual if attended is None else residual.add_(attended)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of every token of the vocabulary: [R, hidden_size] float32 → [R, vocab_size] float32."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Scores of every token of the vocabulary: [R, hidden_size] float32 → `out`, [R, vocab_size] float32."""
         normed = torch.empty(hidden.shape, dtype=self.dtype, device=self._device)
-        return F.linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps, normed), self.head).float()
+        rms_norm(hidden, self.norm, self.config.rms_norm_eps, normed)
+        return out.copy_(F.linear(normed, self.head))
 
     @property
     def read_bytes(self) -> int:

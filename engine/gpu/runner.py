@@ -135,6 +135,8 @@ class GpuRunner:
         self._tokens = TokenInputs(*[torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(3)])
         self._tables = torch.zeros_like(self._rows.block_tables)
         self._scratch = make_scratch(seats, vocab_size, device)
+        # One place for the logits of all steps: graphs of many sizes would each keep their own.
+        self._logits = torch.empty((seats, vocab_size), dtype=torch.float32, device=device)
         self._drawn = torch.zeros(seats, dtype=torch.int32, device=device)
         # Two, in turn: a step may be launched before what came of the one before it is read.
         self._hosts = [torch.zeros(seats, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
@@ -159,6 +161,7 @@ class GpuRunner:
         """Begin with empty rows; nothing that was cached is asked for any more. Waits for what is under way."""
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # what a step left that ran out of memory may lie in pieces
         self._rows.clear()
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
@@ -218,16 +221,21 @@ class GpuRunner:
         return self._watch.take()
 
     @torch.inference_mode()
-    def run_empty(self, num_rows: int, num_tokens: int) -> None:
-        """Compute a step of rows that stand for nothing: compiles what it needs, and takes the memory it takes."""
-        lengths = np.ones(num_rows, dtype=np.int64)
-        lengths[-1] += num_tokens - num_rows
+    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True) -> None:
+        """Compute a step of rows that stand for nothing: compiles what it needs, and takes the memory it takes.
+
+        Args:
+            num_tokens: at least as many; the last rows get what is left, none more than the context has.
+            filtered: the draws look at top-k, top-p and min-p.
+        """
+        room = self.sizes.max_model_len - 1
+        lengths = 1 + np.clip(num_tokens - num_rows - room * np.arange(num_rows)[::-1], 0, room)
         nothing, none = np.zeros(num_rows, np.int32), np.full(num_rows, -1, np.int32)
         loc = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
         seq_lens = lengths.astype(np.int32)
         columns = Columns(none, nothing, nothing, seq_lens, loc[1:] - 1, nothing, none, loc)
         self._box.send(columns, nothing[:0], nothing[:0], self._rows.state)
-        self._compute(columns, Asking([], self._rows, self._box.bring), None, filtered=True)
+        self._compute(columns, Asking([], self._rows, self._box.bring), None, filtered=filtered)
 
     def logits(self, num_rows: int, num_tokens: int, max_query_len: int, num_draws: int) -> torch.Tensor:
         """From what lies in the mailbox to the logits behind each row that samples: [S, V] float32."""
@@ -242,7 +250,8 @@ class GpuRunner:
         torch.index_select(rows.block_tables, 0, box.column("table_seats", num_rows), out=tables)
         attention = AttentionRows(tables, loc, box.column("seq_lens", num_rows))
         hidden = self.model.forward(tokens, attention, self.kv_caches, max_query_len=max_query_len)
-        logits = self.model.logits(hidden.index_select(0, box.column("sample_tokens", num_draws)))
+        last = hidden.index_select(0, box.column("sample_tokens", num_draws))
+        logits = self.model.logits(last, self._logits[:num_draws])
         if len(self._silent_ids):
             logits.index_fill_(-1, self._silent_ids, -torch.inf)
         return logits

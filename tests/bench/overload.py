@@ -159,6 +159,8 @@ class Client:
 async def measure(client: Client, options: argparse.Namespace) -> dict[str, Any]:
     """Capacity, goodput at lower load, then too much of it."""
     capacity = await client.capacity(options.capacity_seconds)
+    if not capacity:
+        raise SystemExit(f"no request ended within {options.capacity_seconds:g} s")
     lower = {}
     for share in SHARES:
         calls = await client.load(share * capacity, options.lower_seconds)

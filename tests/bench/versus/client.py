@@ -43,9 +43,14 @@ def make_request(port: int, path: str, body: dict[str, Any]) -> bytes:
 async def run_request(port: int, request: bytes, answer: Answer, pieces: list[tuple[float, bytes]]) -> None:
     """Send it and wait for the end of its response."""
     ended = asyncio.Event()
+
+    def end(error: str) -> None:
+        answer.error = answer.error or error
+        ended.set()
+
     try:
         transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: Exchange(request, pieces, ended.set), HOST, port
+            lambda: Exchange(request, pieces, end), HOST, port
         )
     except OSError as error:
         answer.error = f"cannot connect: {error}"

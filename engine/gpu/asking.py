@@ -57,6 +57,7 @@ class Asking:
             draw for draw in self._draws if draw.seat in rows.extras and rows.extras[draw.seat].num_logprobs is not None
         ]
         self._told: tuple[torch.Tensor, ...] = ()
+        self._extras = {draw.seat: rows.extras.get(draw.seat) for draw in self._draws}
 
     def __bool__(self) -> bool:
         return bool(self._draws)
@@ -104,12 +105,16 @@ class Asking:
         self._told = tuple([tensor.to("cpu", non_blocking=True) for tensor in found])
 
     def take(self, token_ids: Mapping[int, int]) -> tuple[dict[int, TokenLogprobs], dict[int, tuple[int, ...]]]:
-        """Tokens were drawn: row of the batch to token id. Gives what is told of them, and those that follow them."""
+        """Tokens were drawn: row of the batch to token id. Gives what is told of them, and those that follow them.
+
+        A step that was launched since may have given a seat to another, who knows nothing of this one's tokens; nobody
+        asks for them any more.
+        """
         logprobs: dict[int, TokenLogprobs] = {}
         forced: dict[int, tuple[int, ...]] = {}
         for draw in self._draws:
-            extras = self._rows.extras.get(draw.seat)
-            if extras is None or draw.row in self.failures or draw.row not in token_ids:
+            extras = self._extras[draw.seat]
+            if extras is None or draw.row in self.failures or draw.row not in token_ids or not self._sits(draw):
                 continue
             try:
                 if following := extras.take(token_ids[draw.row]):
@@ -117,9 +122,13 @@ class Asking:
             except Exception as error:
                 self.failures[draw.row] = cause_of(error)
         for index, draw in enumerate(self._telling):
-            if draw.row in token_ids and draw.row not in self.failures:
+            if draw.row in token_ids and draw.row not in self.failures and self._sits(draw):
                 logprobs[draw.row] = self._tell(index, draw, token_ids[draw.row])
         return logprobs, forced
+
+    def _sits(self, draw: Draw) -> bool:
+        """Whether the seat is that of the sequence that it was when the step was launched."""
+        return self._rows.extras.get(draw.seat) is self._extras[draw.seat]
 
     def _tell(self, index: int, draw: Draw, token_id: int) -> TokenLogprobs:
         chosen = float(self._told[0][index])

@@ -1,0 +1,59 @@
+"""What rows ask for of a step that is read when its seats may be others' already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import ScheduledBatch, Seated
+from engine.gpu.rows import GpuRows
+from engine.sequence import SamplingParams
+from tests.fakes import EOS, VOCAB_SIZE, OneOf
+
+pytest.importorskip("triton")
+
+if TYPE_CHECKING:
+    from engine.gpu.asking import Asking
+
+NO_TOKENS = np.zeros(0, dtype=np.int64)
+
+
+def sit(rows: GpuRows, sequence_id: int, *options: bytes) -> None:
+    """Give the one seat there is to a sequence that must answer one of these."""
+    params = SamplingParams(constraint=OneOf(options), stop_token_ids=frozenset({EOS}))
+    seated = Seated(0, sequence_id, (5, 6), 2, params)
+    rows.apply(ScheduledBatch(step=sequence_id, seated=(seated,), new_blocks=((0, (sequence_id,)),)))
+
+
+def launch(rows: GpuRows) -> Asking:
+    """A step of that seat, up to where its token is drawn."""
+    from engine.gpu.asking import Asking, Draw
+
+    asking = Asking([Draw(0, 0, 0, 2)], rows, torch.from_numpy)
+    rows.extras[0].allow(VOCAB_SIZE, NO_TOKENS)
+    return asking
+
+
+def make_rows() -> GpuRows:
+    return GpuRows(max_num_seqs=1, max_model_len=64, block_size=4, vocab_size=VOCAB_SIZE, device=torch.device("cpu"))
+
+
+def test_a_token_is_taken_by_the_constraint_that_it_was_drawn_under() -> None:
+    rows = make_rows()
+    sit(rows, 1, b"abc", b"abd")
+    asking = launch(rows)
+    assert asking.take({0: ord("a")}) == ({}, {0: (ord("b"),)})
+
+
+def test_what_is_read_late_is_nothing_to_who_has_the_seat_by_then() -> None:
+    rows = make_rows()
+    sit(rows, 1, b"abc", b"abd")
+    asking = launch(rows)
+    sit(rows, 2, b"xyz")
+    behind = launch(rows)
+    assert asking.take({0: ord("a")}) == ({}, {})
+    assert not asking.failures
+    assert behind.take({0: ord("x")}) == ({}, {0: (ord("y"), ord("z"), EOS)})

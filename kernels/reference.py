@@ -15,6 +15,7 @@ from kernels.byte_lines import from_lines, to_lines
 
 if TYPE_CHECKING:
     from kernels.blocks import Blocks
+    from kernels.packed_blocks import PackedBlocks
     from kernels.paged_attention import AttentionRows
 
 
@@ -82,6 +83,16 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
 def multiply_blocks(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """The product with a quantized matrix [rows, cols]; activations are quantized too: x [N, cols] → [N, rows]."""
     return (quantize_activations(x).double() @ blocks.dequantize().double().T).float()
+
+
+def quantized_linear(x: torch.Tensor, matrix: PackedBlocks) -> torch.Tensor:
+    """The product with a quantized matrix [rows, cols]: x [N, cols] → [N, rows] in x's dtype."""
+    return (x.float() @ matrix.dequantize().T).to(x.dtype)
+
+
+def quantized_rows(matrix: PackedBlocks, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of a quantized matrix [rows, cols]: ids [N] → [N, cols] float32."""
+    return matrix.dequantize()[ids.long()]
 
 
 def kv_write(kv: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:

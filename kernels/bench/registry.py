@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernels.bench import attention, sampling, small
+from kernels.bench import attention, quantized, sampling, small
 
 if TYPE_CHECKING:
     from kernels.bench.cases import Case
 
-MODULES = (attention, sampling, small)
+MODULES = (attention, quantized, sampling, small)
 
 
 def main_cases() -> list[Case]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.batch import ScheduledBatch, Seated
 from engine.bench_steps import measure_cost_model
 from engine.errors import ConfigError
-from engine.machine import Machine, measure_machine
+from engine.machine import Machine, measure_machine, work_of
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
 from engine.quality import measure_quality
@@ -221,10 +221,5 @@ class Steps:
 
     def bytes_and_operations(self) -> tuple[int, int]:
         """What a step cannot do without: bytes of weights and cache read, arithmetic operations."""
-        model, config = self.runner.model, self.runner.model.config
-        head = config.vocab_size * config.hidden_size
-        products = self.batch * (self.new_tokens * (config.num_products - head) + head)
-        pairs = self.batch * sum(range(self.context - self.new_tokens + 1, self.context + 1))
-        cached = self.batch * self.context * self.runner.kv_bytes_per_token
-        attended = config.num_heads * config.head_size * config.num_layers
-        return model.read_bytes + cached, 2 * products + 4 * pairs * attended
+        runner = self.runner
+        return work_of(runner.model, runner.kv_bytes_per_token, self.batch, self.context, self.new_tokens)

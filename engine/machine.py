@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from engine.processors import available_cores, processor_name
 
 if TYPE_CHECKING:
+    from engine.models.config import ModelConfig
     from engine.precision import Model
 
 READ_BYTES = 256 << 20  # larger than any processor's cache
@@ -61,3 +62,28 @@ def machine_facts(num_threads: int = 0) -> dict[str, str]:
         "threads": f"{num_threads or available_cores()} threads",
         "torch": f"torch {torch.__version__}",
     }
+
+
+class Readable(Protocol):
+    """A model as far as its weights are read."""
+
+    config: ModelConfig
+
+    @property
+    def read_bytes(self) -> int:
+        """Weights that a step reads."""
+        ...
+
+
+def work_of(model: Readable, kv_bytes_per_token: int, batch: int, context: int, new_tokens: int) -> tuple[int, int]:
+    """What a step cannot do without: bytes of weights and cache read, arithmetic operations.
+
+    Args:
+        batch: sequences, of `context` tokens with the `new_tokens` of the step, behind which one is drawn.
+    """
+    config = model.config
+    head = config.vocab_size * config.hidden_size
+    products = batch * (new_tokens * (config.num_products - head) + head)
+    pairs = batch * sum(range(context - new_tokens + 1, context + 1))
+    attended = config.num_heads * config.head_size * config.num_layers
+    return model.read_bytes + batch * context * kv_bytes_per_token, 2 * products + 4 * pairs * attended

@@ -20,6 +20,7 @@ from engine.processors import available_cores
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+    from engine.gpu.device import Device
     from engine.loading.checkpoint import Checkpoint
 
 log = logging.getLogger("relevo.engine")
@@ -45,11 +46,7 @@ def load_model(config: EngineConfig, gpus: Gpus | None = None) -> LoadedModel:
     max_model_len = _context_length(config, checkpoint.config.context_length)
     gpus = Gpus() if gpus is None else gpus
     device = choose_device(config, gpus)
-    log.info("computing on %s: %s", device.name, device.reason)
-    if device.gpu is None:
-        prepared = _prepare(config, checkpoint, max_model_len)
-    else:
-        prepared = prepare_on_gpu(config, checkpoint, device.gpu, max_model_len, gpus)
+    prepared = prepare(config, checkpoint, device, max_model_len, gpus)
     remarks = [*prepared.remarks, *vocabulary_remarks(checkpoint.tokenizer)]
     if checkpoint.chat_template is None:
         remarks.append("the model has no chat template: /v1/completions works, /v1/chat/completions does not")
@@ -68,7 +65,20 @@ def load_model(config: EngineConfig, gpus: Gpus | None = None) -> LoadedModel:
     )
 
 
-def _prepare(config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> Prepared:
+def prepare(config: EngineConfig, checkpoint: Checkpoint, device: Device, max_model_len: int, gpus: Gpus) -> Prepared:
+    """Read a model's weights, allocate its cache and run it once.
+
+    Raises:
+        ModelError: the model cannot be read or run.
+        ConfigError: a setting does not go with this model or this device.
+    """
+    log.info("computing on %s: %s", device.name, device.reason)
+    if device.gpu is not None:
+        return prepare_on_gpu(config, checkpoint, device.gpu, max_model_len, gpus)
+    return _prepare_on_cpu(config, checkpoint, max_model_len)
+
+
+def _prepare_on_cpu(config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> Prepared:
     """A runner on the processor."""
     runner = ModelRunner(
         checkpoint,

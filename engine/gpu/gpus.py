@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Final, Protocol
+import time
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
 
@@ -12,6 +13,7 @@ from engine.stepper import Runner
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.gpu.runner import GpuRunner
     from engine.loading.checkpoint import Checkpoint
 
 MIB: Final = 1 << 20
@@ -33,9 +35,48 @@ class GpuRunnerLike(Runner, Protocol):
         """Make room for so many blocks."""
         ...
 
-    def run_empty(self, num_rows: int, num_tokens: int) -> None:
-        """Compute a step of rows that stand for nothing."""
+    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True) -> None:
+        """Compute a step of rows that stand for nothing; as in `engine.gpu.runner`."""
         ...
+
+
+class Clock(Protocol):
+    """Tells when the device has come to a place in what was asked of it."""
+
+    def mark(self) -> Any:
+        """That place is here, behind everything that was launched; does not wait."""
+        ...
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two marks; waits for the second."""
+        ...
+
+
+class HostClock:
+    """Of a device that computes at once."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Between two marks."""
+        return end - begin
+
+
+class GpuClock:
+    """Of the device that the calling thread launches on."""
+
+    def mark(self) -> torch.cuda.Event:
+        """An event that the device passes."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Between two events."""
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 class Gpus:
@@ -87,6 +128,24 @@ class Gpus:
         sizes = Sizes(max_num_seqs, max_num_batched_tokens, max_model_len, block_size)
         return GpuRunner(checkpoint, sizes, device=torch.device("cuda", index), dtype=dtype, silent_ids=silent_ids)
 
+    def torch_device(self, index: int | None) -> torch.device:
+        """As torch has it; `None` is the processor."""
+        return torch.device("cpu") if index is None else torch.device("cuda", index)
+
+    def clock(self, index: int) -> Clock:
+        """Tells the time on it."""
+        torch.cuda.set_device(index)
+        return GpuClock()
+
+    def rates(self, index: int) -> tuple[float, float]:
+        """Bytes a second of a copy, read and written, and operations a second of a large product; measured."""
+        from kernels.bench.timing import measure_rates
+
+        torch.cuda.set_device(index)
+        rates = measure_rates(torch.device("cuda", index))
+        torch.cuda.empty_cache()
+        return rates.copy, rates.multiply
+
     def free_bytes(self, index: int) -> int:
         """Memory that nobody has, after what torch keeps in reserve was given back."""
         torch.cuda.synchronize(index)
@@ -106,9 +165,7 @@ class Gpus:
     def capture(self, runner: GpuRunnerLike, report: Callable[[int, int], object]) -> None:
         """Have decode steps captured as graphs; `report` is told (sizes done, sizes)."""
         from engine.gpu.graphs import Graphs
-        from engine.gpu.runner import GpuRunner
 
-        if isinstance(runner, GpuRunner):
-            graphs = Graphs()
-            graphs.capture(runner, report)
-            runner.graphs = graphs
+        mine, graphs = cast("GpuRunner", runner), Graphs()  # by `make_runner`
+        graphs.capture(mine, report)
+        mine.graphs = graphs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from engine.gpu.mailbox import Columns
     from engine.gpu.runner import GpuRunner
@@ -23,6 +23,14 @@ def sizes_for(max_num_seqs: int) -> list[int]:
     """Numbers of rows that get a graph: 1, 2, 4, by eights up to 64, by sixteens up to the seats, and those."""
     sizes = [*SMALL, *range(STEP, 64, STEP), *range(64, max_num_seqs + 1, LARGE_STEP)]
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+
+
+def graph_size(columns: Columns, sizes: Iterable[int]) -> int | None:
+    """The smallest that a step fits into; `None` for one with more than a token in a row, or a row without a draw."""
+    num_rows = columns.num_rows
+    if columns.num_tokens != num_rows or len(columns.sample_tokens) != num_rows:
+        return None
+    return min([size for size in sizes if size >= num_rows], default=None)
 
 
 class Graphs:
@@ -52,11 +60,8 @@ class Graphs:
             report(done, len(sizes))
 
     def size_for(self, columns: Columns) -> int | None:
-        """The graph for a step; `None` for one with more than a token in a row, or a row that does not sample."""
-        num_rows = columns.num_rows
-        if columns.num_tokens != num_rows or len(columns.sample_tokens) != num_rows:
-            return None
-        return min([size for size in self._logits if size >= num_rows], default=None)
+        """The graph for a step, or `None`."""
+        return graph_size(columns, self._logits)
 
     def logits(self, size: int) -> torch.Tensor:
         """Replay up to the logits: [size, V], overwritten by the next replay."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from engine.drawing import NOT_DRAWN, Extras
+from engine.errors import ConfigError
 from engine.faults import lacks_memory
 from engine.sampler import noise_key
 from engine.sequence import SamplingParams
@@ -95,6 +96,9 @@ class GpuRows:
         block_size: tokens of a KV block.
         vocab_size: stop tokens beyond it can never be drawn and are dropped.
 
+    Raises:
+        ConfigError: places of all seats' tokens would not fit into 32 bits.
+
     Attributes:
         token_ids: [seats, context + 1] int32 on the device.
         block_tables: [seats, blocks] int32 on the device.
@@ -107,7 +111,10 @@ class GpuRows:
     ) -> None:
         self.layout = Layout(max_num_seqs, max_model_len + 1, -(-max_model_len // block_size))
         if self.layout.size >= 1 << 31:
-            raise ValueError("the seats' contexts do not fit into 32-bit places: fewer seats or a shorter context")
+            raise ConfigError(
+                f"{max_num_seqs} seats of {max_model_len} tokens are more than a GPU counts: set capacity_num_seqs or "
+                "max_model_len lower."
+            )
         self.state = torch.zeros(self.layout.size, dtype=torch.int32, device=device)
         self.token_ids, self.block_tables, self.columns = _views(self.state, self.layout)
         self._block_size, self._vocab_size = block_size, vocab_size

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from engine.batch import ScheduledBatch, Seated
 from engine.errors import ConfigError
 from engine.faults import lacks_memory
 from engine.gpu.gpus import MIB
 from engine.gpu.graphs import sizes_for
 from engine.loaded import Prepared
 from engine.memory import num_cache_blocks
+from engine.sequence import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +33,8 @@ log = logging.getLogger("relevo.engine")
 CACHE_SHARE: Final = 0.9
 # What a captured graph takes beside its tensors; others tell of 1.7 MB for each.
 GRAPH_BYTES: Final = 2 * MIB
+# Tokens of prompts: kernels are compiled anew for one number, and for multiples of sixteen.
+PROMPTS: Final = (1, 2, 16, 33)
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -65,6 +70,9 @@ def prepare_on_gpu(
     )
     with _fitting(index, "the KV cache or the graphs do not fit", "the cache less memory ([cache] memory)"):
         runner.allocate_cache(num_blocks)
+        warm_up(runner, seats, tokens)
+        room = min(tokens, max_model_len, num_blocks * config.block_size)
+        try_requests(runner, room, config.block_size)
         capture(runner, gpus)
     remarks = [f"dtype {name}: {reason}"]
     if config.num_speculative_tokens:
@@ -99,6 +107,34 @@ def bytes_for_steps(runner: GpuRunnerLike, index: int, seats: int, tokens: int, 
     graphs = decoding + 2 * len(sizes_for(seats)) * GRAPH_BYTES
     log.info("the largest step takes %d MiB, graphs up to %d MiB", largest // MIB, graphs // MIB)
     return largest + graphs
+
+
+def warm_up(runner: GpuRunnerLike, seats: int, tokens: int) -> None:
+    """Have kernels compiled that are of another kind for a longer prompt, several rows, or draws without filters.
+
+    What is compiled is kept on the disk (by Triton, in ~/.triton), so that later starts find it there.
+    """
+    begun = time.perf_counter()
+    for power in range(1, tokens.bit_length()):
+        for num_rows in {1, min(seats, 1 << power - 1)}:
+            runner.run_empty(num_rows, 1 << power, filtered=False)
+    log.info("kernels for prompts are ready, after %.1f s", time.perf_counter() - begun)
+
+
+def try_requests(runner: GpuRunnerLike, room: int, block_size: int) -> None:
+    """Read prompts and draw two tokens behind each, with everything that takes kernels of its own.
+
+    Args:
+        room: tokens that a sequence and a step may have.
+    """
+    params = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 1.0),), num_logprobs=1)
+    for length in [length for length in PROMPTS if length < room]:
+        row = ScheduledBatch(0, (0,), (length,), (0,), (length,), (True,))
+        seated = Seated(0, length, (0,) * length, length, params)
+        block_ids = tuple(range(-(-(length + 1) // block_size)))
+        runner.execute(replace(row, seated=(seated,), new_blocks=((0, block_ids),)))
+        runner.execute(replace(row, starts=(length,), counts=(1,)))
+    runner.reset()
 
 
 def capture(runner: GpuRunnerLike, gpus: Gpus) -> None:

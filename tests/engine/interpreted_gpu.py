@@ -12,6 +12,7 @@ import torch
 import trio
 
 from engine.gpu.runner import GpuRunner, Sizes
+from engine.gpu.startup import try_requests, warm_up
 from engine.grammar.spec import schema_spec
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.sequence import SamplingParams
@@ -37,7 +38,8 @@ def make_gpu_runner(num_blocks: int, seats: int) -> GpuRunner:
     )
     runner.load()
     runner.allocate_cache(num_blocks)
-    runner.run_empty(seats, 2 * seats)
+    warm_up(runner, seats, 8)
+    try_requests(runner, CONTEXT, 4)
     return runner
 
 

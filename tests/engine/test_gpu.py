@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
+import subprocess
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,85 +19,8 @@ from engine.errors import ConfigError
 from engine.gpu.device import choose_device
 from engine.gpu.gpus import MIB, Gpus
 from engine.startup import load_model
-from tests.fakes import FakeRunner
+from tests.fake_gpus import KV_BYTES, FakeGpus
 from tests.tiny_models import make_config, make_tensors, write_gguf
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engine.gpu.gpus import GpuRunnerLike
-    from engine.loading.checkpoint import Checkpoint
-
-KV_BYTES = 1024
-
-
-class FakeGpuRunner(FakeRunner):
-    """Notes what it is asked for; its weights take what it is told they do."""
-
-    def __init__(self, gpus: FakeGpus) -> None:
-        super().__init__(1, 16)
-        self.gpus = gpus
-        self.calls: list[tuple[Any, ...]] = []
-        self.kv_bytes_per_token = KV_BYTES
-
-    def load(self) -> None:
-        self.calls.append(("load",))
-        self.gpus.take(self.gpus.weight_bytes)
-
-    def allocate_cache(self, num_blocks: int) -> None:
-        self.calls.append(("allocate_cache", num_blocks))
-        self.gpus.take(num_blocks * 16 * KV_BYTES if num_blocks > 1 else 0)
-
-    def run_empty(self, num_rows: int, num_tokens: int) -> None:
-        self.calls.append(("run_empty", num_rows, num_tokens))
-
-
-class FakeGpus(Gpus):
-    """Two GPUs of so many bytes; a step takes a mebibyte a token."""
-
-    def __init__(self, size: int = 4096 * MIB, *, weight_bytes: int = 1024 * MIB, why: str | None = None) -> None:
-        self.free, self.weight_bytes, self.why = size, weight_bytes, why
-        self.has_bfloat16 = True
-        self.graph_bytes = 8 * MIB
-        self.runner = FakeGpuRunner(self)
-        self.made: dict[str, Any] = {}
-
-    def take(self, num_bytes: int) -> None:
-        if num_bytes > self.free:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate too much.")
-        self.free -= num_bytes
-
-    def obstacle(self) -> str | None:
-        return self.why
-
-    def count(self) -> int:
-        return 2
-
-    def describe(self, index: int) -> str:
-        return f"Imaginary {index}"
-
-    def multiplies_bfloat16(self, index: int) -> bool:
-        return self.has_bfloat16
-
-    def make_runner(self, checkpoint: Checkpoint, index: int, **sizes: Any) -> GpuRunnerLike:
-        self.made = {"index": index, "layers": checkpoint.config.num_layers, **sizes}
-        return self.runner
-
-    def free_bytes(self, index: int) -> int:
-        return self.free
-
-    def peak_bytes(self, index: int, run: Callable[[], object]) -> int:
-        run()
-        num_bytes: int = self.runner.calls[-1][2] * MIB
-        self.take(num_bytes)
-        self.free += num_bytes
-        return num_bytes
-
-    def capture(self, runner: GpuRunnerLike, report: Callable[[int, int], object]) -> None:
-        assert runner is self.runner
-        self.take(self.graph_bytes)
-        for done in range(1, 9):
-            report(done, 8)
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +85,16 @@ def test_the_cache_takes_what_is_useful_of_what_weights_steps_and_graphs_leave(
         model = load_model(config, gpus)
     # The context is 128 tokens: eight blocks for each of 64 seats.
     assert model.num_blocks == 64 * 8
-    assert gpus.runner.calls == [
+    calls = [call for call in gpus.runner.calls if call[0] not in ("warm_up", "execute")]
+    assert calls == [
         ("load",), ("allocate_cache", 1), ("run_empty", 64, 512), ("run_empty", 64, 64), ("allocate_cache", 512),
+        ("reset",),
     ]  # fmt: skip
+    warmed = {call[1:] for call in gpus.runner.calls if call[0] == "warm_up"}
+    assert warmed >= {(1, 2), (1, 512), (64, 512)}, "a prompt's first step is not to wait for a compiler"
+    assert all(rows <= min(64, tokens) for rows, tokens in warmed)
+    tried = [call[1:] for call in gpus.runner.calls if call[0] == "execute"]
+    assert tried == [(0, 1), (1, 1), (0, 2), (2, 1), (0, 16), (16, 1), (0, 33), (33, 1)]
     made = gpus.made
     assert (made["index"], made["dtype"], made["max_num_seqs"]) == (1, torch.bfloat16, 64)
     assert (made["max_num_batched_tokens"], made["max_model_len"], made["block_size"]) == (512, 128, 16)
@@ -168,7 +103,7 @@ def test_the_cache_takes_what_is_useful_of_what_weights_steps_and_graphs_leave(
     assert model.remarks[1].startswith("nothing is guessed")
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "computing on cuda:1: Imaginary 1"
-    assert [line.split(",")[0] for line in lines[2:]] == [
+    assert [line.split(",")[0] for line in lines[3:]] == [
         f"{done} of 8 sizes of decode steps captured" for done in (2, 4, 6, 8)
     ]
 
@@ -226,3 +161,13 @@ def test_a_gpu_without_bfloat16_takes_float16(config: EngineConfig) -> None:
     assert load_model(replace(config, dtype="float32"), FakeGpus()).remarks[0] == "dtype float32: as configured"
     with pytest.raises(ConfigError, match="which cuda:1 does not multiply: choose float16 or auto"):
         load_model(replace(config, dtype="bfloat16"), gpus)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheel for this platform")
+def test_an_engine_over_the_kernels_answers_as_one_over_torch() -> None:
+    script = Path(__file__).with_name("interpreted_gpu.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[2])}
+    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "9 answers agree\n"

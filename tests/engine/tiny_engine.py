@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from engine.engine import Engine
     from engine.grammar.spec import GrammarSpec
+    from engine.handle import Handle
     from engine.sequence import FinishReason
     from engine.stepper import Runner
 
@@ -110,7 +111,10 @@ def ask(spec: GrammarSpec | None, seed: int, *, max_tokens: int = 600, **params:
 
 
 async def answer(engine: Engine, request: GenerationRequest) -> Answer:
-    handle = engine.submit(request)
+    return await read_answer(engine.submit(request))
+
+
+async def read_answer(handle: Handle) -> Answer:
     await handle.accepted()
     text, token_ids, last = "", [], None
     async for last in read_deltas(handle):
@@ -121,11 +125,12 @@ async def answer(engine: Engine, request: GenerationRequest) -> Answer:
 
 
 async def answer_all(engine: Engine, requests: list[GenerationRequest]) -> list[Answer]:
-    """All at once."""
+    """All at once, in their order."""
     answers: dict[int, Answer] = {}
+    handles = [engine.submit(request) for request in requests]
 
     async def run(index: int) -> None:
-        answers[index] = await answer(engine, requests[index])
+        answers[index] = await read_answer(handles[index])
 
     async with trio.open_nursery() as nursery:
         for index in range(len(requests)):

@@ -221,10 +221,12 @@ async def test_the_banner_says_what_a_person_wants_to_know() -> None:
     async with open_fake_engine() as engine:
         with open_listening_socket("127.0.0.1", 0) as listener:
             text = banner(engine, listener)
+            assert engine.snapshot()["device"] == "cpu"
             port = listener.getsockname()[1]
     for fact in (
         "fake",
         "float32",
+        "cpu: as configured",
         "512 tokens",
         "4 of at most 16",
         "64 tokens",

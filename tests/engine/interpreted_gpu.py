@@ -38,7 +38,7 @@ def make_gpu_runner(num_blocks: int, seats: int) -> GpuRunner:
     )
     runner.load()
     runner.allocate_cache(num_blocks)
-    warm_up(runner, seats, 8)
+    warm_up(runner, seats, 2)
     try_requests(runner, CONTEXT, 4)
     return runner
 
@@ -59,11 +59,11 @@ def requests() -> list[GenerationRequest]:
     }
     constrained = request(9, 6, 24, logit_bias=bias())
     return [
-        request(0, 3, 16),
+        request(0, 3, 12),
         request(1, 50, 10),
-        request(2, 1, 12, num_logprobs=3),
-        request(3, 20, 12, repetition_penalty=1.4),
-        request(4, 33, 10, frequency_penalty=0.9, presence_penalty=0.4, num_logprobs=0),
+        request(2, 1, 10, num_logprobs=3),
+        request(3, 20, 8, repetition_penalty=1.4),
+        request(4, 33, 8, frequency_penalty=0.9, presence_penalty=0.4, num_logprobs=0),
         request(5, 8, 4, logit_bias=((11, 60.0), (12, 59.0))),
         request(6, 9, 8, stop_token_ids=frozenset(range(3, 200, 2)), end_token_ids=frozenset({3}), min_tokens=6),
         request(7, 70, 4),

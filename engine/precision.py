@@ -132,7 +132,7 @@ def _choose(name: str, checkpoint: Checkpoint) -> Precision:
         return Precision(name, FLOATS[name], None, f"the fastest without native kernels: {missing}")
     if name == "auto":
         name = "native" if checkpoint.is_quantized else "int8"
-    what = _what_becomes(checkpoint.matrix_kinds, own_blocks=name == "native")
+    what = what_becomes(checkpoint.matrix_kinds, own_blocks=name == "native")
     if library is None:
         return Precision(
             name, torch.float32, None, f"{what}; computed by torch, slowly, without native kernels: {missing}"
@@ -140,7 +140,7 @@ def _choose(name: str, checkpoint: Checkpoint) -> Precision:
     return Precision(name, torch.float16, library, f"{what}; native kernels for {library.instructions}")
 
 
-def _what_becomes(kinds: tuple[str, ...], *, own_blocks: bool) -> str:
+def what_becomes(kinds: tuple[str, ...], *, own_blocks: bool) -> str:
     """What is done with matrices of these kinds, in words."""
     used = [kind for kind in kinds if own_blocks and kind in FORMATS]
     made = [kind for kind in kinds if kind not in used]

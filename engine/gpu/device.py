@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.gpu.gpus import Gpus
 
-# What only processors compute so far, by the key that asks for it.
-CPU_DTYPES: Final = ("native", "int8")
-
 
 class Device(NamedTuple):
     """What was chosen.
@@ -68,8 +65,6 @@ def choose_device(config: EngineConfig, gpus: Gpus) -> Device:
 
 def why_not(config: EngineConfig) -> str | None:
     """The setting that no GPU goes with, in words, or `None`."""
-    if config.dtype in CPU_DTYPES:
-        return f"model.dtype is {config.dtype!r}, which only processors compute so far"
     if config.kv_cache_dtype != "auto":
         return f"cache.kv_cache_dtype is {config.kv_cache_dtype!r}, which only processors have so far"
     if config.block_size & (config.block_size - 1):

@@ -115,6 +115,7 @@ class Gpus:
         index: int,
         *,
         dtype: torch.dtype,
+        blocks: str | None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -126,7 +127,8 @@ class Gpus:
 
         torch.cuda.set_device(index)  # Triton launches on the current one; the calling thread makes all steps
         sizes = Sizes(max_num_seqs, max_num_batched_tokens, max_model_len, block_size)
-        return GpuRunner(checkpoint, sizes, device=torch.device("cuda", index), dtype=dtype, silent_ids=silent_ids)
+        device = torch.device("cuda", index)
+        return GpuRunner(checkpoint, sizes, device=device, dtype=dtype, blocks=blocks, silent_ids=silent_ids)
 
     def torch_device(self, index: int | None) -> torch.device:
         """As torch has it; `None` is the processor."""

@@ -1,4 +1,4 @@
-"""The Llama architecture on a GPU: the products are torch's, all else is kernels of our own."""
+"""The Llama architecture on a GPU: products with floats are torch's, all else is kernels of our own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from engine.models.rope import pair_neighbours, rotation_table
+from engine.gpu.weights import Loading, Matrix
+from engine.models.rope import rotation_table
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.attention import make_segments, num_segments, paged_attention
 from kernels.gpu.norm import add_rms_norm, rms_norm
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from engine.models.config import ModelConfig
+    from kernels.blocks import Blocks
     from kernels.gpu.attention import Segments
     from kernels.gpu.inputs import TokenInputs
     from kernels.paged_attention import AttentionRows
@@ -25,22 +26,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """Weights of one layer, all in the dtype of the model."""
+    """Weights of one layer; norms in the dtype of the model."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    output: torch.Tensor
+    qkv: Matrix
+    output: Matrix
     feed_forward_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 class GpuLlama:
-    """A loaded model. Activations have the weights' dtype, the residual stream is float32.
+    """A loaded model. The residual stream is float32.
 
     Args:
-        tensors: under their Hugging Face names, each once, of any device and dtype.
-        dtype: bfloat16, float16 or float32.
+        weights: under their Hugging Face names, each once, of any device and dtype. What comes in blocks stays
+            quantized.
+        dtype: bfloat16, float16 or float32: of activations and of all other weights.
         max_model_len: positions that are prepared, in tokens.
         num_multiprocessors: of the device; rows are split where fewer would work.
     """
@@ -48,7 +50,7 @@ class GpuLlama:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, torch.Tensor | Blocks]],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -59,12 +61,11 @@ class GpuLlama:
         self._device, self._num_multiprocessors = device, num_multiprocessors
         table = rotation_table(config.rope, config.head_size, max_model_len)
         self._rotations = torch.view_as_real(table).contiguous().to(device)  # [positions, D / 2, 2]
-        # On the device as they come: the whole model never lies beside it in the machine's memory.
-        weights = {name: tensor.to(device, dtype) for name, tensor in tensors}
-        self.layers = tuple(self._take_layer(weights, index) for index in range(config.num_layers))
-        self.norm = weights.pop("model.norm.weight")
-        self.embedding = weights.pop("model.embed_tokens.weight")
-        self.head = self.embedding if config.tie_word_embeddings else weights.pop("lm_head.weight")
+        loading = Loading(weights, dtype=dtype, device=device, head_size=config.head_size)
+        self.layers = tuple(self._take_layer(loading, index) for index in range(config.num_layers))
+        self.norm = loading.vector("model.norm")
+        self.embedding = loading.matrix("model.embed_tokens")
+        self.head = self.embedding if config.tie_word_embeddings else loading.matrix("lm_head")
 
     def forward(
         self, tokens: TokenInputs, rows: AttentionRows, kv_caches: list[torch.Tensor], *, max_query_len: int
@@ -82,7 +83,7 @@ class GpuLlama:
         """
         config = self.config
         num_heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
-        residual = F.embedding(tokens.input_ids, self.embedding).float()
+        residual = self.embedding.rows(tokens.input_ids)
         segments = self._segments(len(tokens.input_ids)) if max_query_len == 1 else None
         normed = torch.empty(residual.shape, dtype=self.dtype, device=self._device)
         attended: torch.Tensor | None = None  # what the next norm adds to the stream
@@ -91,23 +92,24 @@ class GpuLlama:
                 rms_norm(residual, layer.input_norm, eps, normed)
             else:
                 add_rms_norm(attended, residual, layer.input_norm, eps, normed)
-            qkv = F.linear(normed, layer.qkv).view(-1, num_heads + 2 * kv_heads, config.head_size)
+            qkv = layer.qkv.product(normed).view(-1, num_heads + 2 * kv_heads, config.head_size)
             rope_kv_write(qkv, self._rotations, tokens.positions, kv_cache, tokens.slots)
             heads = paged_attention(qkv[:, :num_heads], kv_cache, rows, max_query_len=max_query_len, segments=segments)
-            add_rms_norm(F.linear(heads.flatten(1), layer.output), residual, layer.feed_forward_norm, eps, normed)
-            attended = F.linear(silu_mul(F.linear(normed, layer.gate_up)), layer.down)
+            mixed = layer.output.product(heads.flatten(1))
+            add_rms_norm(mixed, residual, layer.feed_forward_norm, eps, normed)
+            attended = layer.down.product(silu_mul(layer.gate_up.product(normed)))
         return residual if attended is None else residual.add_(attended)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Scores of every token of the vocabulary: [R, hidden_size] float32 → `out`, [R, vocab_size] float32."""
         normed = torch.empty(hidden.shape, dtype=self.dtype, device=self._device)
-        rms_norm(hidden, self.norm, self.config.rms_norm_eps, normed)
-        return out.copy_(F.linear(normed, self.head))
+        return self.head.scores(rms_norm(hidden, self.norm, self.config.rms_norm_eps, normed), out)
 
     @property
     def read_bytes(self) -> int:
         """Weights that a step reads."""
-        return self.config.num_products * self.dtype.itemsize
+        matrices = [matrix for each in self.layers for matrix in (each.qkv, each.output, each.gate_up, each.down)]
+        return sum(matrix.nbytes for matrix in (*matrices, self.head))
 
     def _segments(self, num_rows: int) -> Segments | None:
         """Room for the parts of rows that are split, where that keeps more of the device busy."""
@@ -118,19 +120,14 @@ class GpuLlama:
         like = torch.empty((num_rows, config.num_heads, config.head_size), dtype=self.dtype, device=self._device)
         return make_segments(like, count)
 
-    def _take_layer(self, weights: dict[str, torch.Tensor], index: int) -> GpuLayer:
-        """Build a layer, taking its tensors out of `weights` so that their memory goes as the layer comes."""
-
-        def take(name: str) -> torch.Tensor:
-            return weights.pop(f"model.layers.{index}.{name}.weight")
-
-        size = self.config.head_size
-        query, key = (pair_neighbours(take(f"self_attn.{name}_proj"), size) for name in "qk")
+    def _take_layer(self, loading: Loading, index: int) -> GpuLayer:
+        """Build a layer, taking its weights so that their memory goes as the layer comes."""
+        layer = f"model.layers.{index}"
         return GpuLayer(
-            input_norm=take("input_layernorm"),
-            qkv=torch.cat((query, key, take("self_attn.v_proj"))),
-            output=take("self_attn.o_proj"),
-            feed_forward_norm=take("post_attention_layernorm"),
-            gate_up=torch.cat((take("mlp.gate_proj"), take("mlp.up_proj"))),
-            down=take("mlp.down_proj"),
+            input_norm=loading.vector(f"{layer}.input_layernorm"),
+            qkv=loading.matrix(*[f"{layer}.self_attn.{name}_proj" for name in "qkv"]),
+            output=loading.matrix(f"{layer}.self_attn.o_proj"),
+            feed_forward_norm=loading.vector(f"{layer}.post_attention_layernorm"),
+            gate_up=loading.matrix(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"),
+            down=loading.matrix(f"{layer}.mlp.down_proj"),
         )

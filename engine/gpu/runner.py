@@ -20,6 +20,7 @@ from engine.gpu.asking import Asking, Draw
 from engine.gpu.llama import GpuLlama
 from engine.gpu.mailbox import Columns, Mailbox
 from engine.gpu.rows import GpuRows
+from engine.gpu.weights import in_blocks
 from engine.stopwatch import Stopwatch
 from kernels.gpu.inputs import TokenInputs, append_tokens, gather_inputs
 from kernels.gpu.sampling import make_scratch, sample
@@ -73,7 +74,9 @@ class GpuRunner:
 
     Args:
         device: a GPU; or the CPU under Triton's interpreter, which computes at once and is for tests.
-        dtype: of weights, activations and cache.
+        dtype: of activations, of the cache, and of weights that are not quantized.
+        blocks: `native` keeps matrices quantized, in the file's own blocks where it has some, `int8` in such of eight
+            bits; `None` makes floats of all.
         silent_ids: tokens that are never drawn, for they stand for nothing.
 
     Attributes:
@@ -89,9 +92,10 @@ class GpuRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        blocks: str | None = None,
         silent_ids: tuple[int, ...] = (),
     ) -> None:
-        self.sizes, self.device, self.dtype = sizes, device, dtype
+        self.sizes, self.device, self.dtype, self.blocks = sizes, device, dtype, blocks
         self.config = checkpoint.config
         self.graphs: Graphs | None = None
         self.kv_caches: list[torch.Tensor] = []
@@ -116,7 +120,7 @@ class GpuRunner:
         on_gpu = device.type != "cpu"
         self.model = GpuLlama(
             checkpoint.config,
-            checkpoint.tensors(),
+            in_blocks(checkpoint.weights(), eight_bits=self.blocks == "int8") if self.blocks else checkpoint.tensors(),
             dtype=self.dtype,
             device=device,
             max_model_len=sizes.max_model_len,

@@ -18,7 +18,9 @@ from engine.gpu.gpus import MIB
 from engine.gpu.graphs import sizes_for
 from engine.loaded import Prepared
 from engine.memory import num_cache_blocks
+from engine.precision import BLOCKS, what_becomes
 from engine.sequence import SamplingParams
+from kernels.blocks import GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,11 +50,15 @@ def prepare_on_gpu(
         ConfigError: a setting does not go with this device, or something does not fit into its memory.
     """
     name, reason = choose_dtype(config.dtype, index, gpus)
+    blocks = config.dtype if config.dtype in BLOCKS else None
+    if blocks is not None:
+        reason = f"{_what_blocks(checkpoint, blocks)}; multiplied as {name}"
     seats, tokens = config.capacity_num_seqs, config.capacity_num_batched_tokens
     runner = gpus.make_runner(
         checkpoint,
         index,
         dtype=DTYPES[name],
+        blocks=blocks,
         max_num_seqs=seats,
         max_num_batched_tokens=tokens,
         max_model_len=max_model_len,
@@ -74,25 +80,41 @@ def prepare_on_gpu(
         room = min(tokens, max_model_len, num_blocks * config.block_size)
         try_requests(runner, room, config.block_size)
         capture(runner, gpus)
-    remarks = [f"dtype {name}: {reason}"]
+    remarks = [f"dtype {blocks or name}: {reason}"]
     if config.num_speculative_tokens:
         remarks.append("nothing is guessed: on a GPU rounding depends on the batch, so guesses could change an answer")
-    return Prepared(runner, name, num_blocks, tuple(remarks), is_batch_invariant=False)
+    return Prepared(runner, blocks or name, num_blocks, tuple(remarks), is_batch_invariant=False)
 
 
 def choose_dtype(name: str, index: int, gpus: Gpus) -> tuple[str, str]:
-    """The floats to compute in, and why.
+    """The floats to compute in, and why. Blocks are multiplied in those that `auto` takes.
 
     Raises:
         ConfigError: the device does not multiply them.
     """
     has_bfloat16 = gpus.multiplies_bfloat16(index)
-    if name == "auto":
+    if name == "auto" or name in BLOCKS:
         chosen = ("bfloat16", "multiplied by this GPU"), ("float16", "this GPU multiplies no bfloat16")
         return chosen[0] if has_bfloat16 else chosen[1]
     if name == "bfloat16" and not has_bfloat16:
         raise ConfigError(f"model.dtype is 'bfloat16', which cuda:{index} does not multiply: choose float16 or auto.")
     return name, "as configured"
+
+
+def _what_blocks(checkpoint: Checkpoint, blocks: str) -> str:
+    """What of the file is kept in blocks of which kind.
+
+    Raises:
+        ConfigError: the model's shape does not go with blocks.
+    """
+    config = checkpoint.config
+    for width in (config.hidden_size, config.intermediate_size, config.num_heads * config.head_size):
+        if width % GROUP:
+            raise ConfigError(
+                f"model.dtype is {blocks!r}, but the model has a width of {width}, which is no multiple of {GROUP}: "
+                "choose auto."
+            )
+    return what_becomes(checkpoint.matrix_kinds, own_blocks=blocks == "native")
 
 
 def bytes_for_steps(runner: GpuRunnerLike, index: int, seats: int, tokens: int, gpus: Gpus) -> int:

@@ -45,8 +45,6 @@ def test_a_gpu_is_taken_where_there_is_one_and_it_is_not_forbidden(device: str, 
         ({"device": "gpu"}, "can be auto, cpu, cuda, or cuda:1"),
         ({"device": "cuda:x"}, "can be auto, cpu, cuda, or cuda:1"),
         ({"device": "cuda:2"}, "there are 2 GPUs, cuda:0 to cuda:1"),
-        ({"device": "cuda", "dtype": "native"}, "model.dtype is 'native', which only processors compute so far"),
-        ({"device": "cuda", "dtype": "int8"}, "model.dtype is 'int8', which only processors compute so far"),
         ({"device": "cuda", "kv_cache_dtype": "int8"}, "cache.kv_cache_dtype is 'int8', which only processors"),
         ({"device": "cuda", "block_size": 24}, "on a GPU blocks are powers of two"),
     ],
@@ -65,8 +63,8 @@ def test_without_a_gpu_auto_takes_the_processor_and_says_why_and_nothing_else_is
 
 
 def test_auto_takes_the_processor_where_a_setting_asks_for_what_a_gpu_does_not_compute() -> None:
-    chosen = choose_device(EngineConfig(dtype="native"), FakeGpus())
-    assert (chosen.name, chosen.reason) == ("cpu", "model.dtype is 'native', which only processors compute so far")
+    chosen = choose_device(EngineConfig(kv_cache_dtype="int8"), FakeGpus())
+    assert (chosen.name, chosen.reason) == ("cpu", "cache.kv_cache_dtype is 'int8', which only processors have so far")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -171,3 +169,21 @@ def test_an_engine_over_the_kernels_answers_as_one_over_torch() -> None:
     run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "9 answers agree\n"
+
+
+@pytest.mark.parametrize("blocks", ["native", "int8"])
+def test_weights_stay_quantized_where_blocks_are_asked_for(config: EngineConfig, blocks: str) -> None:
+    gpus = FakeGpus()
+    model = load_model(replace(config, dtype=blocks), gpus)
+    assert (gpus.made["dtype"], gpus.made["blocks"], model.dtype) == (torch.bfloat16, blocks, blocks)
+    what = "F32 made into blocks of eight bits; multiplied as bfloat16"
+    assert model.remarks[0] == f"dtype {blocks}: {what}"
+    load_model(config, gpus)
+    assert gpus.made["blocks"] is None
+
+
+def test_a_width_that_blocks_do_not_go_with_is_one_clear_line(tmp_path: Path, config: EngineConfig) -> None:
+    shape = make_config(intermediate_size=100)
+    path = write_gguf(tmp_path / "odd.gguf", shape, make_tensors(shape))
+    with pytest.raises(ConfigError, match="but the model has a width of 100, which is no multiple of 32: choose auto"):
+        load_model(replace(config, model=str(path), dtype="int8"), FakeGpus())

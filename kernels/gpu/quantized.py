@@ -155,12 +155,14 @@ def quantized_linear_kernel(
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def choose_tiles(num_tokens: int, num_rows: int, bits: int) -> Tiles:
+def choose_tiles(num_tokens: int, num_rows: int, bits: int, dtype: torch.dtype) -> Tiles:
     """The cut for a shape: what compiles without spills, see kernels/RESULTS.md; no device has timed it yet.
 
     With few tokens the codes are most of what is read, and many small programs read them fastest; the more tokens
     there are, the more rows must share what is read of those.
     """
+    if dtype == torch.float32:  # three products each fill the registers soon
+        return Tiles(16, 16, 4, 4, 2) if num_tokens <= 16 else Tiles(64, 32, 1, 4, 2)
     if num_tokens <= 16:
         small = num_tokens <= 4 and num_rows < 8192
         return Tiles(16 if small else 32, 16, 8, 8, 2 if bits == 8 else 3)
@@ -188,7 +190,7 @@ def quantized_linear(
         out = torch.empty((num_tokens, matrix.rows), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    rows, tokens, ways, num_warps, num_stages = tiles or choose_tiles(num_tokens, matrix.rows, matrix.bits)
+    rows, tokens, ways, num_warps, num_stages = tiles or choose_tiles(num_tokens, matrix.rows, matrix.bits, x.dtype)
     product = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(x.dtype, tl.float16)
     if x.device.type == "cpu" and product == tl.bfloat16:
         product = tl.float32  # the interpreter takes bfloat16's bits for whole numbers

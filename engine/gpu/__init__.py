@@ -1,1 +1,4 @@
-"""The step on a GPU. Import nothing from here on a machine without triton."""
+"""The step on a GPU.
+
+`device`, `gpus` and `startup` can be imported anywhere; all else here needs triton.
+"""

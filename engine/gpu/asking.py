@@ -50,7 +50,12 @@ class Asking:
     """
 
     def __init__(self, draws: list[Draw], rows: GpuRows, bring: Bring) -> None:
-        self._draws = [draw for draw in draws if draw.seat in rows.extras or draw.position < rows.stops_from[draw.seat]]
+        self._draws = [
+            draw
+            for draw in draws
+            if draw.seat in rows.extras
+            or (draw.position < rows.stops_from[draw.seat] and len(rows.stop_ids[draw.seat]))
+        ]
         self._rows, self._bring = rows, bring
         self.failures: dict[int, str] = {}
         self._telling = [
@@ -80,13 +85,11 @@ class Asking:
                     masks.append((draw.line, _words(allowed)))
                 except Exception as error:
                     self.failures[draw.row] = cause_of(error)
-            if params.has_penalties:
+            if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
                 penalized.append(draw)
-                biases |= {
-                    (draw.line, token_id): value
-                    for token_id, value in params.logit_bias
-                    if 0 <= token_id < logits.shape[1]
-                }
+            biases |= {
+                (draw.line, token_id): value for token_id, value in params.logit_bias if 0 <= token_id < logits.shape[1]
+            }
             if early and not only_stops:
                 biases |= {(draw.line, int(token_id)): -math.inf for token_id in stop_ids}
         self._apply(logits, biases, penalized, masks)

@@ -70,18 +70,19 @@ class Columns(NamedTuple):
 class Mailbox:
     """A place on the device that keeps its address, and two in the machine's memory that are filled in turn.
 
-    With no more than two steps under way, the copy out of one is done before it is filled again.
-
     Args:
-        max_rows: of a step.
+        max_rows: of a step, padding among them.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._max_rows = max_rows
-        self._size = len(Columns._fields) * max_rows + 1 + 2 * MAX_CHANGES
-        self._box = torch.zeros(self._size, dtype=torch.int32, device=device)
+        self._end = _whole(len(Columns._fields) * max_rows + 1)
+        size = self._end + 2 * MAX_CHANGES
+        self._box = torch.zeros(size, dtype=torch.int32, device=device)
         self._device, self._pinned = device, device.type != "cpu"
-        self._hosts = [torch.zeros(self._size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(2)]
+        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(2)]
+        # When what was copied out of each of them last had arrived.
+        self._arrivals = [torch.cuda.Event() for _ in self._hosts] if self._pinned else []
 
     def column(self, name: str, count: int) -> torch.Tensor:
         """A column on the device: [count] int32."""
@@ -89,22 +90,40 @@ class Mailbox:
         return self._box[start : start + count]
 
     def send(self, columns: Columns, places: Ints, values: Ints, state: torch.Tensor) -> None:
-        """Bring the columns, and write the values to their places of the state; does not wait."""
+        """Bring the columns, and write the values to their places of the state.
+
+        Does not wait, but for the copy of the send before the last one, which is long done while steps are read.
+
+        Raises:
+            RuntimeError: there are more rows than there is room for.
+        """
+        if columns.num_rows > self._max_rows:
+            raise RuntimeError(f"a step of {columns.num_rows} rows came where {self._max_rows} have room")
         self._hosts.reverse()
+        self._arrivals.reverse()
+        if self._arrivals:
+            self._arrivals[0].synchronize()
         host = self._hosts[0].numpy()
         for index, column in enumerate(columns):
             host[index * self._max_rows :][: len(column)] = column
-        end, count = len(columns) * self._max_rows + 1, len(places)
+        count = len(places)
         if count > MAX_CHANGES:
             apply_changes(state, self.bring(places), self.bring(values))
             count = 0
-        host[end : end + count] = places[:count]
-        host[end + count : end + 2 * count] = values[:count]
-        used = end + 2 * count
-        self._box[:used].copy_(self._hosts[0][:used], non_blocking=True)
-        apply_changes(state, self._box[end : end + count], self._box[end + count : used])
+        first, second = self._end, self._end + _whole(count)
+        host[first : first + count] = places[:count]
+        host[second : second + count] = values[:count]
+        self._box[: second + count].copy_(self._hosts[0][: second + count], non_blocking=True)
+        if self._arrivals:
+            self._arrivals[0].record()
+        apply_changes(state, self._box[first : first + count], self._box[second : second + count])
 
     def bring(self, array: NDArray[np.generic]) -> torch.Tensor:
         """A copy on the device; does not wait."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._pinned else tensor
+
+
+def _whole(count: int) -> int:
+    """Rounded up to four numbers, so that what comes behind is aligned as the compiler found it the first time."""
+    return -(-count // 4) * 4

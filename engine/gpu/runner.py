@@ -134,10 +134,11 @@ class GpuRunner:
             vocab_size=vocab_size,
             device=device,
         )
-        self._box = Mailbox(seats, device)
+        # A fixed batch computes padding beside its rows, of each seat at most one.
+        self._box = Mailbox(2 * seats, device)
         tokens = max(seats, sizes.max_num_batched_tokens)
         self._tokens = TokenInputs(*[torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(3)])
-        self._tables = torch.zeros_like(self._rows.block_tables)
+        self._tables = torch.zeros_like(self._rows.block_tables).repeat(2, 1)
         self._scratch = make_scratch(seats, vocab_size, device)
         # One place for the logits of all steps: graphs of many sizes would each keep their own.
         self._logits = torch.empty((seats, vocab_size), dtype=torch.float32, device=device)
@@ -285,7 +286,10 @@ class GpuRunner:
 
 
 def columns_of(batch: ScheduledBatch) -> tuple[Columns, list[Draw]]:
-    """The rows of a batch, then its padding, which is computed and written nowhere; and the rows that sample."""
+    """The rows of a batch, then its padding, which is computed and written nowhere; and the rows that sample.
+
+    Padding that samples has a place behind the rows that do, and what is drawn there goes nowhere.
+    """
     padding = batch.padding
     columns = [
         np.array([*own, *more], dtype=np.int32)
@@ -300,9 +304,9 @@ def columns_of(batch: ScheduledBatch) -> tuple[Columns, list[Draw]]:
     loc = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=loc[1:])
     ends = starts + counts
-    draws = [
-        Draw(line, row, batch.seats[row], int(ends[row]))
-        for line, row in enumerate(np.flatnonzero(np.array(batch.samples, dtype=bool)).tolist())
-    ]
-    sampling = [draw.row for draw in draws]
-    return Columns(seats, table_seats, starts, ends, loc[1:][sampling] - 1, seats[sampling], ends[sampling], loc), draws
+    sampling = np.flatnonzero(np.array([*batch.samples, *(row.samples for row in padding)], dtype=bool))
+    own = sampling[sampling < len(batch)].tolist()
+    draws = [Draw(line, row, batch.seats[row], int(ends[row])) for line, row in enumerate(own)]
+    positions = np.where(sampling < len(batch), ends[sampling], -1).astype(np.int32)
+    sample_seats = np.maximum(seats[sampling], 0)
+    return Columns(seats, table_seats, starts, ends, loc[1:][sampling] - 1, sample_seats, positions, loc), draws

@@ -25,7 +25,7 @@ class TokenInputs(NamedTuple):
     slots: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gather_inputs_kernel(
     token_ids_ptr: tl.tensor,
     block_tables_ptr: tl.tensor,
@@ -107,7 +107,7 @@ def gather_inputs(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def apply_changes_kernel(
     state_ptr: tl.tensor, places_ptr: tl.tensor, values_ptr: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
@@ -126,7 +126,7 @@ def apply_changes(state: torch.Tensor, places: torch.Tensor, values: torch.Tenso
         apply_changes_kernel[grid](state, places, values, count, BLOCK=1024, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def append_tokens_kernel(
     token_ids_ptr: tl.tensor,
     seats_ptr: tl.tensor,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PROMPT = 1 << 30
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lines"])
 def add_biases_kernel(
     logits_ptr: tl.tensor,
     rows_ptr: tl.tensor,

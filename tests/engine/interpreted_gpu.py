@@ -27,11 +27,11 @@ SEATS = 5
 SILENT = (9, 45)
 
 
-def make_gpu_runner(num_blocks: int, seats: int) -> GpuRunner:
+def make_gpu_runner(num_blocks: int, seats: int, capacity: int = 16) -> GpuRunner:
     """The device is the processor, under Triton's interpreter."""
     runner = GpuRunner(
         make_checkpoint(context_length=CONTEXT),
-        Sizes(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=CONTEXT, block_size=4),
+        Sizes(max_num_seqs=capacity, max_num_batched_tokens=256, max_model_len=CONTEXT, block_size=4),
         device=torch.device("cpu"),
         dtype=torch.float32,
         silent_ids=SILENT,
@@ -94,5 +94,22 @@ async def check_answers() -> int:
     return len(found)
 
 
+async def check_fixed_batches() -> int:
+    """Batches that are padded, with no more seats on the device than they fill; gives the number of answers."""
+    seats = 3
+    asked = [request(number, length, 4 + number) for number, length in enumerate((3, 30, 9))]
+    found = []
+    plain = make_runner(make_checkpoint(context_length=CONTEXT), num_blocks=200, silent_ids=SILENT)
+    for runner in (plain, make_gpu_runner(200, seats, capacity=seats)):
+        async with open_tiny_engine(
+            num_blocks=200, runner=runner, policy="static", max_num_seqs=seats, capacity_num_seqs=seats,
+            num_speculative_tokens=0,
+        ) as engine:  # fmt: skip
+            found.append(await answer_all(engine, asked))
+            assert engine.snapshot()["useful_row_share"] < 1, "nothing was padded"
+    assert found[0] == found[1], f"{found[0]} became {found[1]}"
+    return len(asked)
+
+
 if __name__ == "__main__":
-    print(f"{trio.run(check_answers)} answers agree")
+    print(f"{trio.run(check_answers)} answers agree, {trio.run(check_fixed_batches)} in fixed batches")

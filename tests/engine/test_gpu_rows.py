@@ -178,3 +178,28 @@ def test_only_steps_in_which_every_row_decodes_and_samples_take_a_graph() -> Non
     assert size(batch_of(row, (1, 2, 0, 3))) is None
     assert size(batch_of(row, (1, 2, 0, 1), samples=(True, False))) is None
     assert size(batch_of(row, padding=(Padding(1, 3, 1),))) is None
+    assert size(batch_of(row, padding=(Padding(1, 3, 1, samples=True),))) == 2
+
+
+@needs_triton
+def test_what_padding_draws_goes_nowhere() -> None:
+    from engine.gpu.runner import columns_of
+
+    padding = (Padding(2, 3, 1, samples=True), Padding(3, 0, 4))
+    columns, draws = columns_of(batch_of((0, 1, 5, 1), (1, 2, 0, 3), samples=(True, False), padding=padding))
+    assert [(draw.line, draw.row, draw.seat, draw.position) for draw in draws] == [(0, 0, 0, 6)]
+    assert columns.sample_tokens.tolist() == [0, 4]
+    assert columns.sample_seats.tolist() == [0, 0]
+    assert columns.sample_positions.tolist() == [6, -1]
+    assert all(column.dtype == np.int32 for column in columns)
+
+
+@needs_triton
+def test_more_rows_than_there_is_room_for_are_refused() -> None:
+    from engine.gpu.mailbox import Mailbox
+    from engine.gpu.runner import columns_of
+
+    columns, _ = columns_of(batch_of(*[(seat, seat, 5, 1) for seat in range(5)]))
+    nothing = np.zeros(0, np.int32)
+    with pytest.raises(RuntimeError, match="5 rows came where 4"):
+        Mailbox(4, torch.device("cpu")).send(columns, nothing, nothing, torch.zeros(1, dtype=torch.int32))

@@ -19,7 +19,7 @@ def test_too_much_load_is_refused_at_once_and_the_rest_is_served() -> None:
     assert "{port}" in command
     options = overload.parse([
         "--command", command, "--model", "fake", "--seats", "4", "--seconds", "4", "--lower-seconds", "1.5",
-        "--capacity-seconds", "3", "--grace", "3", "--prompt", "8", "16", "--output", "10", "20",
+        "--capacity-seconds", "3", "--grace", "30", "--prompt", "8", "16", "--output", "10", "20",
     ])  # fmt: skip
     result = overload.run(options)
     over = result["overload"]

@@ -42,7 +42,7 @@ async def test_nothing_that_is_told_is_kept_by_browsers_and_proxies() -> None:
     async with open_app() as (app, context):
         rules = [rule.rule for rule in create_app(context).url_map.iter_rules() if "GET" in (rule.methods or set())]
     assert app is not None
-    streams, static = {"/ops/events"}, {rule for rule in rules if rule.startswith("/static/")}
+    streams, static = {"/ops/events", "/ops/limit/events"}, {rule for rule in rules if rule.startswith("/static/")}
     plain = [rule for rule in rules if "<" not in rule and rule not in streams | static]
     async with open_server() as server:
         await server.client.post(COMPLETIONS, json={"prompt": "private", "max_tokens": 1})

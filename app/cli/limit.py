@@ -116,6 +116,7 @@ def _add_workload(command: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look for the limit, print the figures, and write the files where asked."""
+    _keep_apart(options)
     if getattr(options, "from") is not None:
         return _tell_again(options)
     files = [name for name in ("workload", "trace", "conversations", "mix") if getattr(options, name) is not None]
@@ -147,6 +148,21 @@ def run(options: argparse.Namespace) -> int:
             lines=lines,
             echo=echo,
         )
+
+
+def _keep_apart(options: argparse.Namespace) -> None:
+    """Refuse to write over what is read, or twice into one file."""
+    written = [name for name in ("json", "html", "progress_json") if isinstance(getattr(options, name), Path)]
+    read = ("trace", "conversations", "mix", "against", "from", "config", "cost_model")
+    taken: dict[Path, str] = {}
+    for name in (*read, *written):
+        path = getattr(options, name, None)
+        if path is None or str(path) == "-":
+            continue
+        if name in written and (other := taken.get(Path(path).resolve())):
+            flags = [f"--{each.replace('_', '-')}" for each in (other, name)]
+            raise ConfigError(f"{flags[0]} and {flags[1]} are the same file, {path}: name another one to write to.")
+        taken[Path(path).resolve()] = name
 
 
 def _tell_again(options: argparse.Namespace) -> int:

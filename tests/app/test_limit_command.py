@@ -43,6 +43,9 @@ SIMULATE = (
     ("argv", "expected"),
     [
         (["limit", "--ttft-p95", "0"], "a number above 0, or none"),
+        (["limit", "--from", "x.json", "--html", "./x.json"], "--from and --html are the same file"),
+        (["limit", "--mix", "x.toml", "--json", "x.toml"], "--mix and --json are the same file"),
+        (["limit", "--json", "x", "--html", "x"], "--json and --html are the same file"),
         (["limit", "--max-error-share", "2"], "from 0 to 1"),
         (["limit", "--duration", "nan"], "must be a number above 0"),
         (["limit", "--workload", "mooncake", "--mix", "x"], "only one of --workload, --mix"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-MAX_SECONDS = 0.005
+MAX_SECONDS = 0.010
 SEATS, STEPS, SECONDS, CHANGES = 64, 240, 6000, 1000
 T0 = 1_700_000_040
 

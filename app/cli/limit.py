@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _keep_apart(options: argparse.Namespace) -> None:
-    """Refuse to write over what is read, or twice into one file."""
+    """Refuse to write over what is read, or twice into one file; the result may take the place of the one before it."""
     written = [name for name in ("json", "html", "progress_json") if isinstance(getattr(options, name), Path)]
     read = ("trace", "conversations", "mix", "against", "from", "config", "cost_model")
     taken: dict[Path, str] = {}
@@ -159,7 +159,8 @@ def _keep_apart(options: argparse.Namespace) -> None:
         path = getattr(options, name, None)
         if path is None or str(path) == "-":
             continue
-        if name in written and (other := taken.get(Path(path).resolve())):
+        other = taken.get(Path(path).resolve())
+        if other is not None and name in written and (other, name) != ("against", "json"):
             flags = [f"--{each.replace('_', '-')}" for each in (other, name)]
             raise ConfigError(f"{flags[0]} and {flags[1]} are the same file, {path}: name another one to write to.")
         taken[Path(path).resolve()] = name

@@ -11,9 +11,9 @@ from app.limit.against import against_lines
 from app.limit.report_charts import charts_of
 from app.limit.report_tune import tune_variables
 from app.limit.runs import WANTED_SAMPLES
-from app.limit.words import LATENCIES, broken_words, generator_line, limit_lines, per_second, policy_rows
+from app.limit.words import LATENCIES, generator_line, limit_lines, per_second, policy_rows
 from app.render import numbers
-from app.render.limit import verdict_of, verdict_words
+from app.render.limit import tiles_of, verdict_of, verdict_words
 from app.render.templates import make_environment
 
 if TYPE_CHECKING:
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 
 STYLES: Final = ("relevo.css", "limit.css")
 PROMISED: Final = {"ttft": "first tokens", "itl": "gaps between tokens", "e2e": "whole answers"}
-
-
-class Tile(NamedTuple):
-    """A figure of the outcome."""
-
-    title: str
-    text: str
-    unit: str
-    note: str
 
 
 class Promise(NamedTuple):
@@ -64,7 +55,7 @@ def page_of(result: Mapping[str, Any], older: Mapping[str, Any] | None = None) -
             model=result["server"].get("model") or "a server",
             headline=limit_lines(result)[0],
             lead=_lead(result),
-            tiles=_tiles(result),
+            tiles=tiles_of(result, thinks="with the time they think", priced="at the price of the machine"),
             promises=_promises(result),
             has_single=result["single_user"] is not None,
             charts=charts_of(result, older),
@@ -92,31 +83,6 @@ def _lead(result: Mapping[str, Any]) -> str:
         f"{workload['mean_prompt_tokens']:.0f} tokens and answers of {workload['mean_output_tokens']:.0f} on average, "
         f"in an open loop of {workload['arrivals']} arrivals."
     )
-
-
-def _tiles(result: Mapping[str, Any]) -> list[Tile]:
-    limit, single = result["limit"], result["single_user"]
-    tiles = []
-    if limit is not None:
-        least = "at least; " if limit["is_at_least"] else ""
-        between = f"{least}between {per_second(limit['low'])} and {per_second(limit['high'])}"
-        broken = limit["broken_promise"]
-        speed = numbers.rate(limit["output_tokens_per_second"]).text
-        tiles += [
-            Tile("Operating limit", per_second(limit["requests_per_second"]), "requests/s", between),
-            Tile("Bound by", limit["bound_by"], "", f"beyond it {broken_words(broken)}" if broken else ""),
-            Tile("Just below it", speed, "tokens/s", f"goodput {limit['goodput']:.2f} requests/s"),
-        ]
-        if limit["users"] is not None:
-            tiles.append(Tile("Users at once", f"{limit['users']:,.0f}", "", "with the time they think"))
-        if limit["cost_per_million_output_tokens"] is not None:
-            cost = f"{limit['cost_per_million_output_tokens']:.2f}"
-            tiles.append(Tile("A million output tokens", cost, "", "at the price of the machine"))
-    if single is not None:
-        first = numbers.seconds(single["ttft_p50_seconds"])
-        whole = f"median; whole answer {numbers.seconds(single['e2e_p50_seconds'])}"
-        tiles.append(Tile("One user alone", first.text, f"{first.unit} to the first token", whole))
-    return tiles
 
 
 def _promises(result: Mapping[str, Any]) -> list[Promise]:

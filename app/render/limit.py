@@ -248,30 +248,42 @@ def _limit(told: Mapping[str, Any]) -> Limit | None:
     return None if limit is None else Limit(limit["low"], limit["requests_per_second"], limit["high"])
 
 
-def _tiles(result: Mapping[str, Any], asked: Mapping[str, Any]) -> list[Tile]:
+def tiles_of(result: Mapping[str, Any], *, thinks: str, priced: str) -> list[Tile]:
+    """The outcome in figures: the limit, where there is one, and one user alone.
+
+    Args:
+        thinks: the note of the number of users.
+        priced: the note of the cost.
+    """
     limit, single = result["limit"], result["single_user"]
-    least = "at least; " if limit["is_at_least"] else ""
-    between = f"{least}between {per_second(limit['low'])} and {per_second(limit['high'])}"
-    broken = limit["broken_promise"]
-    speed = numbers.rate(limit["output_tokens_per_second"]).text
-    tiles = [
-        Tile("Operating limit", per_second(limit["requests_per_second"]), "requests/s", between),
-        Tile("Bound by", limit["bound_by"], "", f"beyond it {broken_words(broken)}" if broken else ""),
-        Tile("Just below it", speed, "tokens/s", f"goodput {limit['goodput']:.2f} requests/s"),
-    ]
-    if limit["users"] is not None:
-        think = asked["think_time"]
-        thinks = f"each {think:g} s between an answer and the next question" if think is not None else ""
-        tiles.append(Tile("Users at once", numbers.count(int(limit["users"])), "", thinks))
-    if limit["cost_per_million_output_tokens"] is not None:
-        cost, price = limit["cost_per_million_output_tokens"], asked["price_per_hour"]
-        at = f"at {price:g} an hour" if price is not None else ""
-        tiles.append(Tile("A million output tokens", f"{cost:.2f}", "", at))
+    tiles = []
+    if limit is not None:
+        least = "at least; " if limit["is_at_least"] else ""
+        between = f"{least}between {per_second(limit['low'])} and {per_second(limit['high'])}"
+        broken = limit["broken_promise"]
+        speed = numbers.rate(limit["output_tokens_per_second"]).text
+        tiles += [
+            Tile("Operating limit", per_second(limit["requests_per_second"]), "requests/s", between),
+            Tile("Bound by", limit["bound_by"], "", f"beyond it {broken_words(broken)}" if broken else ""),
+            Tile("Just below it", speed, "tokens/s", f"goodput {limit['goodput']:.2f} requests/s"),
+        ]
+        if limit["users"] is not None:
+            tiles.append(Tile("Users at once", numbers.count(round(limit["users"])), "", thinks))
+        if limit["cost_per_million_output_tokens"] is not None:
+            cost = f"{limit['cost_per_million_output_tokens']:.2f}"
+            tiles.append(Tile("A million output tokens", cost, "", priced))
     if single is not None:
-        whole = f"whole answer {numbers.seconds(single['e2e_p50_seconds'])}"
         first = numbers.seconds(single["ttft_p50_seconds"])
-        tiles.append(Tile("One user alone", first.text, f"{first.unit} to the first token", f"median; {whole}"))
+        whole = f"median; whole answer {numbers.seconds(single['e2e_p50_seconds'])}"
+        tiles.append(Tile("One user alone", first.text, f"{first.unit} to the first token", whole))
     return tiles
+
+
+def _tiles(result: Mapping[str, Any], asked: Mapping[str, Any]) -> list[Tile]:
+    """With what the page was told of users and costs."""
+    think, price = asked["think_time"], asked["price_per_hour"]
+    thinks = f"each {think:g} s between an answer and the next question" if think is not None else ""
+    return tiles_of(result, thinks=thinks, priced=f"at {price:g} an hour" if price is not None else "")
 
 
 def _row(title: str, run: Mapping[str, Any], verdict: str) -> dict[str, Any]:

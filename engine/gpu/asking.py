@@ -76,7 +76,7 @@ class Asking:
         masks: list[tuple[int, NDArray[np.int32]]] = []
         penalized: list[Draw] = []
         for draw in self._draws:
-            extras, params = self._rows.extras.get(draw.seat), self._rows.params[draw.seat]
+            extras, params = self._extras[draw.seat], self._rows.params[draw.seat]
             only_stops, early = False, bool(draw.position < self._rows.stops_from[draw.seat])
             stop_ids = self._rows.stop_ids[draw.seat]
             if extras is not None and extras.is_constrained:

@@ -7,7 +7,8 @@ by place, and goes to the device together with the batch's own columns.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("relevo.engine")
 
+NO_PENALTIES: Final[dict[str, Any]] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": (),
+}
 # Columns of a seat's sampling: temperature, top-k, top-p, min-p, and the key's halves.
 NUM_COLUMNS: Final = 6
 
@@ -176,7 +183,9 @@ class GpuRows:
             self._changes.add(seat * self.layout.width, seated.token_ids)
             self._set(seat, seated.params, seated.num_prompt_tokens)
             if Extras.wanted(seated.params):
-                self.extras[seat] = Extras(seated.params, seated.token_ids, seated.num_prompt_tokens, self._vocab_size)
+                # Penalties are counted on the device, from the tokens that lie there.
+                params = replace(seated.params, **NO_PENALTIES)
+                self.extras[seat] = Extras(params, seated.token_ids, seated.num_prompt_tokens, self._vocab_size)
         except Exception as error:
             if lacks_memory(error):
                 raise

@@ -18,6 +18,7 @@ class Plan:
         self.step = step
         self.limits = limits
         self.tokens_left = limits.max_num_batched_tokens
+        self.is_paced = False  # it has fewer than that, for the sake of the gaps between tokens
         # One tuple a row, turned into columns at the end: cheaper than growing six lists.
         self.rows: list[tuple[int, int, int, int, bool, bool]] = []
         self.seated: list[Seated] = []
@@ -26,6 +27,12 @@ class Plan:
         self.is_short_of_memory = False  # somebody was preempted for want of it
         self.padding: list[Padding] = []
         self.drafts: dict[int, tuple[int, ...]] = {}
+
+    def keep_within(self, num_tokens: float) -> None:
+        """Give out no more than so many."""
+        if num_tokens < self.tokens_left:
+            self.tokens_left = int(num_tokens)
+            self.is_paced = True
 
     def seat(self, sequence: Sequence, new_blocks: tuple[int, ...]) -> None:
         """Let a newcomer sit down and give it what is left, which may be nothing yet."""

@@ -15,6 +15,7 @@ from engine.counters import Counters
 from engine.drafting import add_drafts
 from engine.members import Members
 from engine.outcomes import Outcomes
+from engine.pace import Pace, longest_gap
 from engine.plan import Plan
 from engine.policy import Outlook, make_admission
 from engine.sequence import FinishReason, Sequence, SequenceStatus
@@ -65,7 +66,9 @@ class Scheduler:
         self.aside = self._members.aside
         self._outcomes = Outcomes(self._live, kv_cache, self.outlook, self.counters, self._finish)
         self._may_draft = may_draft
+        self._pace = Pace()
         self._step = 0
+        self._updated = 0.0
 
     @property
     def running(self) -> list[Sequence]:
@@ -138,6 +141,8 @@ class Scheduler:
             return plan.freeze()
         if not self.num_running:
             self._begin_batches()
+        if not self.batching.forms_batches:
+            plan.keep_within(self._pace.budget(self.limits, self.classes))
         self.batching.pad(plan, self.num_running)
         self._make_way(plan)
         for work in self.classes:
@@ -174,6 +179,9 @@ class Scheduler:
         """
         update = StepUpdate.empty() if into is None else into
         self._outcomes.apply(batch, output, now, update)
+        if any(batch.decodes) and (target := longest_gap(self.limits, self.classes)):
+            self._pace.note(batch.num_tokens, now - self._updated, target)
+        self._updated = now
         return update
 
     def admit_only(self, sequence_ids: Collection[int] | None) -> list[int]:
@@ -246,6 +254,9 @@ class Scheduler:
         if plan.tokens_left < len(running):
             # Not everyone gets a token: those who have waited longest go first, so that nobody starves.
             order = sorted(running, key=lambda sequence: sequence.last_step)
+        elif plan.is_paced:
+            # Nor is a prompt that is read before them in the list to take what those in the middle of an answer need.
+            order = sorted(running, key=lambda sequence: sequence.num_tokens - sequence.num_computed_tokens > 1)
         else:
             order = list(running)
         step, decode = plan.step, plan.rows.append

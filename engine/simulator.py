@@ -123,7 +123,8 @@ class _Simulation:
         self._token_times: dict[int, array[float]] | None = {} if record_gaps else None
         self._num_recorded_steps = num_recorded_steps
         has_background = any([item.is_background for item in workload.items])
-        self._jumps = jump and not has_background
+        # Nor is a step passed over where the budget of the next depends on how long it took.
+        self._jumps = jump and not has_background and not scheduler.limits.slo_admission
         # The scheduler looks at the head of its queue alone; the rest waits here, as numbers rather than tokens. Where
         # one class of work goes before the other, the head may be anywhere.
         self._window = math.inf if has_background else 2 * scheduler.limits.max_num_seqs + 2 * MAX_SKIPPED

@@ -13,11 +13,12 @@ import hypercorn.trio.run
 import trio
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData
-from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 
 from app.call_scope import UPLOAD, WRITE_NOW
 from app.http1 import Http1, Over
 from app.http2 import Http2
+from app.turnstile import Turnstile
 
 if TYPE_CHECKING:
     from hypercorn.events import Event
@@ -37,6 +38,7 @@ class ConnectionConfig(Config):
         stall_seconds: a client that does not take one piece of an answer for so long has its connection closed, or on
             HTTP/2 its stream.
         connections: those that are open.
+        turnstile: for the bytes of requests, and for the calls they become.
     """
 
     stall_seconds: float = 60.0
@@ -44,6 +46,7 @@ class ConnectionConfig(Config):
     def __init__(self) -> None:
         super().__init__()
         self.connections: set[Connection] = set()
+        self.turnstile = Turnstile()
 
 
 class Connection(TCPServer):
@@ -57,6 +60,8 @@ class Connection(TCPServer):
 
     *It ends when its client has stopped reading.* Hypercorn's own would wait for ever, and with it the call, whose API
     key would be short of a place, and the end of the server.
+
+    *It takes its turn* with what comes in (`Turnstile`), before it is taken apart and again before it is answered.
 
     *It takes a piece of a streamed answer at once* (`write_now`), on HTTP/1.1. On the usual way such a piece, a token,
     passes nine functions, two cancel scopes and a lock between the answer and the socket.
@@ -75,6 +80,7 @@ class Connection(TCPServer):
             scope[WRITE_NOW] = self.write_now
             scope[UPLOAD] = self.protocol.protocol
         try:
+            await self.config.turnstile.turn()
             await app(scope, *args)
         finally:
             if isinstance(self.protocol.protocol, Http1):
@@ -155,7 +161,15 @@ class Connection(TCPServer):
             await self._gone.wait()
 
     async def _read_data(self) -> None:
-        await super()._read_data()
+        data: bytes | bytearray = b"?"
+        while data:
+            try:
+                data = await self.stream.receive_some(MAX_RECV)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                break
+            await self.config.turnstile.turn()
+            await self.protocol.handle(RawData(bytes(data)))
+        await self.protocol.handle(Closed())
         self._gone.set()
         await self.idle_task.stop()
 

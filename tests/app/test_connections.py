@@ -16,16 +16,17 @@ import httpx
 import pytest
 import trio
 import trio.testing
-from hypercorn.trio.tcp_server import TCPServer
 
 from app import server as app_server
 from app.api.generation import HEARTBEAT_SECONDS
 from app.api.requests import BODY_TIMEOUT_SECONDS
+from app.connections import Connection
 from app.http import create_app
 from tests import fakes
 from tests.app.serving import CHAT, COMPLETIONS, Driver, Server, chat_body, events, make_settings, open_app, open_server
 from tests.app.wire import count_tasks, wait_for
 from tests.fakes import expected_output
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from app.http import Context
@@ -67,7 +68,7 @@ async def test_on_http2_the_other_streams_of_the_connection_go_on(stream: bool) 
         connection.reset_stream(1)
         await socket.send_all(connection.data_to_send())
         received, ended = b"", False
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while not ended:
                 for event in connection.receive_data(await socket.receive_some(65536)):
                     if isinstance(event, h2.events.DataReceived) and event.stream_id == 3:
@@ -116,11 +117,11 @@ async def test_clients_that_hang_up_in_the_middle_of_a_refused_upload_end_alone(
 
 
 async def test_whatever_a_connection_raises_ends_that_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def break_down(connection: TCPServer) -> None:
+    async def break_down(connection: Connection) -> None:
         raise trio.BusyResourceError("in use")
 
     async with open_server() as server:
-        monkeypatch.setattr(TCPServer, "_read_data", break_down)
+        monkeypatch.setattr(Connection, "_read_data", break_down)
         async with httpx.AsyncClient(base_url=server.url) as client:
             with pytest.raises(httpx.HTTPError):
                 await client.get("/healthz")
@@ -144,7 +145,7 @@ async def test_a_call_that_fails_behind_its_answer_holds_up_nothing(monkeypatch:
     async with open_server() as server:
         stream, received = await trio.open_tcp_stream("127.0.0.1", server.port), b""
         await stream.send_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while received.count(b"alive") < 3:
                 received += await stream.receive_some(65536)
         await stream.aclose()
@@ -158,7 +159,7 @@ async def test_the_end_of_an_answer_closes_a_connection_that_asked_for_it() -> N
         head = f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         await stream.send_all(head.encode() + content)
         received = b""
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while chunk := await stream.receive_some(65536):
                 received += chunk
         assert received.rstrip().endswith(b"data: [DONE]")

@@ -11,7 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import SecretStr, ValidationError
 
@@ -35,8 +35,11 @@ __all__ = [
     "let_threads_sleep",
     "load_settings",
     "named_keys",
+    "read_section",
     "state_dir",
 ]
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 _PREFIX = "RELEVO_"
 # Above sections with a name of the user's own: a flag or variable would have to carry that name, so a file has to.
@@ -112,6 +115,8 @@ class Key:
     @property
     def range(self) -> str:
         """What it may be, in words."""
+        if self._extra.get("takes"):
+            return str(self._extra["takes"])
         if self.is_list:
             return f"a list of {self._extra['entries']}"
         limits = {type(rule).__name__.lower(): rule for rule in self.field.metadata}
@@ -232,16 +237,27 @@ def _take_limits(document: dict[str, Any], path: Path) -> dict[str, KeyLimits]:
     named = security.pop("limits")
     if not isinstance(named, dict) or not all(isinstance(values, dict) for values in named.values()):
         raise ConfigError(f"{path}: limits belong to the name of an API key, in a section [{_LIMITS}.NAME].")
-    return {name: _limits_of(name, values, path) for name, values in named.items()}
+    return {name: read_section(KeyLimits, f"{_LIMITS}.{name}", values, str(path)) for name, values in named.items()}
 
 
-def _limits_of(name: str, values: Mapping[str, Any], path: Path) -> KeyLimits:
-    table = {key.dotted: key for key in named_keys(name)}
-    section = f"{_LIMITS}.{name}"
-    merged = _settings_of(section, values, path, table)
+def read_section(model: type[AnySection], section: str, values: Mapping[str, Any], source: str) -> AnySection:
+    """Check a table of a file by the rules that hold for all settings.
+
+    Args:
+        section: what messages call it.
+        source: and the file.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is out of range.
+    """
+    table = {f"{section}.{name}": Key(section, name, field) for name, field in model.model_fields.items()}
+    merged = _settings_of(section, values, source, table)
+    for key in table.values():
+        if key.field.is_required() and key.dotted not in merged:
+            raise ConfigError(f"{source}: [{section}] needs {key.name}; it takes {key.range}.")
     checked = {table[dotted].name: _value(table[dotted], *given) for dotted, given in merged.items()}
     try:
-        return KeyLimits.model_validate(checked)
+        return model.model_validate(checked)
     except ValidationError as error:
         raise _explain(error, section, table, merged) from None
 
@@ -254,18 +270,18 @@ def _from_file(document: Mapping[str, Any], path: Path, table: Mapping[str, Key]
             raise ConfigError(f"{path}: [{section}] is not a known section{_hint(f'[{section}]', known)}")
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: {section} must be a section, written as [{section}].")
-        found |= _settings_of(section, values, path, table)
+        found |= _settings_of(section, values, str(path), table)
     return found
 
 
 def _settings_of(
-    section: str, values: Mapping[str, Any], path: Path, table: Mapping[str, Key]
+    section: str, values: Mapping[str, Any], source: str, table: Mapping[str, Key]
 ) -> dict[str, tuple[Any, str]]:
     """The values of one section, all of them known, with where they are from."""
     for name in values:
         if f"{section}.{name}" not in table:
-            raise ConfigError(f"{path}: [{section}] has no setting {name}{_hint_key(section, name, table)}")
-    return {f"{section}.{name}": (value, str(path)) for name, value in values.items()}
+            raise ConfigError(f"{source}: [{section}] has no setting {name}{_hint_key(section, name, table)}")
+    return {f"{section}.{name}": (value, source) for name, value in values.items()}
 
 
 def _tables(document: Mapping[str, Any], table: Mapping[str, Key]) -> Iterator[tuple[str, Any]]:

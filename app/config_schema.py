@@ -18,16 +18,24 @@ from engine.errors import ConfigError
 _CAPACITY_FACTOR = 4
 
 
-def _setting(
-    default: Any, unit: str, reason: str, *, absent: str | None = None, entries: str = "", **limits: Any
+def setting(
+    default: Any,
+    unit: str,
+    reason: str,
+    *,
+    absent: str | None = None,
+    entries: str = "",
+    takes: str = "",
+    **limits: Any,
 ) -> Any:
     """Declare a setting.
 
     Args:
         absent: the word that stands for `None` in files, variables and flags.
         entries: what a list is a list of.
+        takes: what it may be, in words, where its type and limits do not say it.
     """
-    extra: dict[str, Any] = {"unit": unit, "absent": absent, "entries": entries}
+    extra: dict[str, Any] = {"unit": unit, "absent": absent, "entries": entries, "takes": takes}
     return Field(default, description=reason, json_schema_extra=extra, **limits)
 
 
@@ -40,11 +48,11 @@ class Section(BaseModel):
 class ModelSection(Section):
     """`[model]`."""
 
-    name: str = _setting("smollm2-135m", "", "a built-in name, a .gguf file, a directory or a hub id", min_length=1)
-    dtype: Literal["auto", "native", "int8", "bfloat16", "float16", "float32"] = _setting(
+    name: str = setting("smollm2-135m", "", "a built-in name, a .gguf file, a directory or a hub id", min_length=1)
+    dtype: Literal["auto", "native", "int8", "bfloat16", "float16", "float32"] = setting(
         "auto", "", "arithmetic of the model; auto is the fastest here: native or int8 with a C++ compiler, else floats"
     )
-    max_model_len: int | None = _setting(
+    max_model_len: int | None = setting(
         None, "tokens", "longest prompt plus answer; auto is the model's own", absent="auto", ge=2, le=1 << 20
     )
 
@@ -52,13 +60,13 @@ class ModelSection(Section):
 class EngineSection(Section):
     """`[engine]`."""
 
-    device: str = _setting(
+    device: str = setting(
         "auto",
         "",
         "what computes: auto takes a GPU where there is one; cpu, cuda, or cuda:1 for the second",
         min_length=1,
     )
-    num_threads: int | None = _setting(
+    num_threads: int | None = setting(
         None, "threads", "how many compute; auto is one for each core there is to take", absent="auto", ge=1, le=1024
     )
 
@@ -66,23 +74,23 @@ class EngineSection(Section):
 class CacheSection(Section):
     """`[cache]`."""
 
-    block_size: int = _setting(
+    block_size: int = setting(
         16, "tokens", "size of a KV block; smaller wastes less, larger is less bookkeeping", ge=1, le=256
     )
-    kv_cache_dtype: Literal["auto", "int8"] = _setting(
+    kv_cache_dtype: Literal["auto", "int8"] = setting(
         "auto", "", "numbers kept of each token; int8 takes about half of auto's memory, under the native kernels alone"
     )
-    memory: Bytes | None = _setting(
+    memory: Bytes | None = setting(
         None,
         "bytes",
         "for the KV cache alone; auto takes a quarter of what is free, on a GPU nine tenths",
         absent="auto",
         ge=1 << 20,
     )
-    enable_prefix_caching: bool = _setting(
+    enable_prefix_caching: bool = setting(
         True, "", "keep what was computed and read it again where prompts begin alike; live"
     )
-    cache_sharing: str = _setting(
+    cache_sharing: str = setting(
         "auto",
         "",
         "who shares cached prompts: all, each key alone, or groups like alice+bob; auto is all without keys, else key",
@@ -93,23 +101,23 @@ class CacheSection(Section):
 class SchedulerSection(Section):
     """`[scheduler]`."""
 
-    policy: Literal["continuous", "static", "dynamic"] = _setting(
+    policy: Literal["continuous", "static", "dynamic"] = setting(
         "continuous", "", "when newcomers sit down: at any step, or in whole batches, to compare with; live"
     )
-    admission: Literal["on_demand", "reserve", "predicted"] = _setting(
+    admission: Literal["on_demand", "reserve", "predicted"] = setting(
         "on_demand",
         "",
         "memory a newcomer must find: what it needs now, its longest answer, or an answer of usual length; live",
     )
-    max_num_seqs: int = _setting(16, "sequences", "seats: how many run at once; live", ge=1, le=4096)
-    max_num_batched_tokens: int = _setting(
+    max_num_seqs: int = setting(16, "sequences", "seats: how many run at once; live", ge=1, le=4096)
+    max_num_batched_tokens: int = setting(
         128,
         "tokens",
         "computed in one step; higher reads prompts faster, lower keeps the gaps short; live",
         ge=1,
         le=1 << 20,
     )
-    long_prefill_token_threshold: int | None = _setting(
+    long_prefill_token_threshold: int | None = setting(
         None,
         "tokens",
         "of one prompt in one step, so that it leaves budget to others; none leaves it all; live",
@@ -117,7 +125,7 @@ class SchedulerSection(Section):
         ge=1,
         le=1 << 20,
     )
-    dynamic_preferred_size: int | None = _setting(
+    dynamic_preferred_size: int | None = setting(
         None,
         "sequences",
         "that make a batch under the dynamic policy; auto is as many as there are seats; live",
@@ -125,37 +133,37 @@ class SchedulerSection(Section):
         ge=1,
         le=4096,
     )
-    dynamic_max_queue_delay_seconds: float = _setting(
+    dynamic_max_queue_delay_seconds: float = setting(
         0.1, "seconds", "the first waits so long for a batch under the dynamic policy; live", ge=0, le=3600
     )
-    num_speculative_tokens: int = _setting(
+    num_speculative_tokens: int = setting(
         7,
         "tokens",
         "most guesses at one request's next, checked in one step; as many as pay are made, with 0 none; live",
         ge=0,
         le=MAX_SPECULATIVE_TOKENS,
     )
-    capacity_num_seqs: int | None = _setting(
+    capacity_num_seqs: int | None = setting(
         None, "sequences", "highest live max_num_seqs; auto is four times it", absent="auto", ge=1, le=16384
     )
-    capacity_num_batched_tokens: int | None = _setting(
+    capacity_num_batched_tokens: int | None = setting(
         None, "tokens", "highest live max_num_batched_tokens; auto is four times it", absent="auto", ge=1, le=1 << 22
     )
-    max_waiting: int = _setting(
+    max_waiting: int = setting(
         256,
         "requests",
         "how many may wait, in each class of work; the next is refused at once with 503; live",
         ge=1,
         le=MAX_WAITING,
     )
-    max_waiting_tokens: int = _setting(
+    max_waiting_tokens: int = setting(
         262_144,
         "tokens",
         "prompts that may wait, in each class of work; 1,024 for each of 256 requests; live",
         ge=1,
         le=MAX_WAITING_TOKENS,
     )
-    slo_admission: bool = _setting(
+    slo_admission: bool = setting(
         False, "", "refuse at once whose first token would come after its timeout, or the target of its class; live"
     )
 
@@ -163,44 +171,44 @@ class SchedulerSection(Section):
 class ServerSection(Section):
     """`[server]`."""
 
-    host: str = _setting(
+    host: str = setting(
         "127.0.0.1", "", "address to listen on; beyond loopback wants keys and an admin token", min_length=1
     )
-    port: int = _setting(8000, "", "port to listen on; 0 lets the system choose", ge=0, le=65535)
-    drain_timeout_seconds: float = _setting(
+    port: int = setting(8000, "", "port to listen on; 0 lets the system choose", ge=0, le=65535)
+    drain_timeout_seconds: float = setting(
         30.0, "seconds", "running requests may finish for so long after a SIGTERM", ge=0, le=3600
     )
-    request_timeout_seconds: float = _setting(
+    request_timeout_seconds: float = setting(
         600.0, "seconds", "deadline of every request; what the openai client waits by default", gt=0, le=86400
     )
-    queue_timeout_seconds: float | None = _setting(
+    queue_timeout_seconds: float | None = setting(
         None, "seconds", "who has waited for a seat for so long gets 503", absent="none", gt=0, le=86400
     )
-    slow_client_seconds: float = _setting(
+    slow_client_seconds: float = setting(
         30.0, "seconds", "a reader that takes nothing for so long gives up its seat", gt=0, le=3600
     )
-    vllm_metric_names: bool = _setting(True, "", "serve /metrics under vllm: too, for existing dashboards")
-    served_model_name: str | None = _setting(
+    vllm_metric_names: bool = setting(True, "", "serve /metrics under vllm: too, for existing dashboards")
+    served_model_name: str | None = setting(
         None, "", "the name clients use; auto is the built-in, file or folder name", absent="auto", min_length=1
     )
-    cors_origins: Origins = _setting(
+    cors_origins: Origins = setting(
         (), "", "sites whose pages may use the API, each with a key of its own; * is every site", entries="origins"
     )
-    keep_request_texts: bool = _setting(
+    keep_request_texts: bool = setting(
         False,
         "",
         "the tokens of the last 200 requests can be looked at under /ops/requests; off, none outlives its answer",
     )
-    log_format: Literal["human", "json"] = _setting(
+    log_format: Literal["human", "json"] = setting(
         "human", "", "lines of the log, on stderr: for people or for programs"
     )
-    log_level: Literal["info", "warning", "error"] = _setting(
+    log_level: Literal["info", "warning", "error"] = setting(
         "info", "", "the least that is logged; info has a line for each request, without a word of its text"
     )
-    tracing: bool = _setting(
+    tracing: bool = setting(
         False, "", "OpenTelemetry traces of requests, as the OTEL_ variables say; needs the extra relevo[otel]"
     )
-    state_dir: str | None = _setting(
+    state_dir: str | None = setting(
         None,
         "",
         "folder for what outlives the process: keys, history, changes of settings, recordings; "
@@ -213,13 +221,13 @@ class ServerSection(Section):
 class SecuritySection(Section):
     """`[security]`."""
 
-    api_keys: ApiKeys = _setting(
+    api_keys: ApiKeys = setting(
         (), "", "who may use /v1, as name=key; none leaves it to loopback peers", entries="name=key"
     )
-    admin_token: Secret = _setting(
+    admin_token: Secret = setting(
         None, "", "opens /ops, /admin and /metrics from elsewhere; empty leaves them to loopback peers", absent=""
     )
-    background_keys: Names = _setting(
+    background_keys: Names = setting(
         (), "", "names of keys whose requests are all background work, which waits for the interactive", entries="names"
     )
 
@@ -227,11 +235,11 @@ class SecuritySection(Section):
 class KeyLimits(Section):
     """`[security.limits.NAME]`: how much one API key may ask for."""
 
-    max_concurrent: int | None = _setting(None, "requests", "being answered at once", absent="none", ge=1, le=1 << 20)
-    requests_per_minute: int | None = _setting(
+    max_concurrent: int | None = setting(None, "requests", "being answered at once", absent="none", ge=1, le=1 << 20)
+    requests_per_minute: int | None = setting(
         None, "requests", "on average; as many may come at once after a quiet minute", absent="none", ge=1, le=1 << 30
     )
-    tokens_per_minute: int | None = _setting(
+    tokens_per_minute: int | None = setting(
         None,
         "tokens",
         "of prompts and answers, on average; what was over is paid back",
@@ -244,7 +252,7 @@ class KeyLimits(Section):
 class SloSection(Section):
     """`[slo]`: what users are promised."""
 
-    ttft_p95_seconds: float | None = _setting(
+    ttft_p95_seconds: float | None = setting(
         2.0,
         "seconds",
         "95 % of first tokens come within it; about how long a person waits calmly; live",
@@ -252,7 +260,7 @@ class SloSection(Section):
         gt=0,
         le=3600,
     )
-    itl_p95_seconds: float | None = _setting(
+    itl_p95_seconds: float | None = setting(
         0.25,
         "seconds",
         "95 % of gaps between tokens; four tokens a second is reading speed; live",
@@ -260,7 +268,7 @@ class SloSection(Section):
         gt=0,
         le=3600,
     )
-    e2e_p95_seconds: float | None = _setting(
+    e2e_p95_seconds: float | None = setting(
         None,
         "seconds",
         "95 % of whole answers; none, because it depends on their length; live",
@@ -273,7 +281,7 @@ class SloSection(Section):
 class SloBackgroundSection(Section):
     """`[slo.background]`: what background work is promised."""
 
-    ttft_p95_seconds: float | None = _setting(
+    ttft_p95_seconds: float | None = setting(
         None,
         "seconds",
         "95 % of first tokens of background work; none, because it waits for the interactive; live",
@@ -281,7 +289,7 @@ class SloBackgroundSection(Section):
         gt=0,
         le=86400,
     )
-    itl_p95_seconds: float | None = _setting(
+    itl_p95_seconds: float | None = setting(
         None,
         "seconds",
         "95 % of gaps between tokens of background work; none, because nobody watches it come; live",
@@ -289,7 +297,7 @@ class SloBackgroundSection(Section):
         gt=0,
         le=86400,
     )
-    e2e_p95_seconds: float | None = _setting(
+    e2e_p95_seconds: float | None = setting(
         None,
         "seconds",
         "95 % of whole answers of background work; to be set where results are due at some time; live",

@@ -1,4 +1,4 @@
-"""The file that mixes classes of work: TOML, a table `[[class]]` for each.
+"""The file that mixes classes of work: TOML, a table `[[class]]` for each, read by the rules of config.toml.
 
 [[class]]
 name = "assistant"
@@ -19,73 +19,86 @@ background = true                   # asked for with service_tier flex
 from __future__ import annotations
 
 import tomllib
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator
 
+from app.config import read_section
+from app.config_schema import Section, setting
 from app.limit.lengths import Fitted, Ranges
 from app.limit.load import WorkClass
 from engine.config import SloTargets
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
-    from typing import Any, Self
+
+WORKLOADS: Final = ("azure-conversation", "azure-code", "mooncake")
+MAX_NAME_LENGTH: Final = 60
+MAX_TOKENS: Final = 1 << 20
+TABLE: Final = "class"
 
 
-def _as_range(value: Any) -> Any:
-    return [value, value] if isinstance(value, int) else value
+def _check_name(value: Any) -> Any:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > MAX_NAME_LENGTH:
+        raise ValueError(f"a text of at most {MAX_NAME_LENGTH} characters that can be shown, not empty")
+    return value.strip()
 
 
-Range = Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]], BeforeValidator(_as_range)]
-Seconds = Annotated[float, Field(gt=0)]
+def _check_workload(value: Any) -> Any:
+    if value is not None and value not in WORKLOADS:
+        raise ValueError(", ".join(WORKLOADS))
+    return value
 
 
-class ClassTable(BaseModel):
+def _check_tokens(value: Any) -> Any:
+    """A number of tokens, or the shortest and the longest, as both."""
+    pair = value if isinstance(value, list) else [value, value]
+    if len(pair) != 2 or any(type(one) is not int or not 1 <= one <= MAX_TOKENS for one in pair):
+        raise ValueError(TOKENS)
+    if pair[0] > pair[1]:
+        raise ValueError(f"the shortest first: [{pair[1]}, {pair[0]}]")
+    return tuple(pair)
+
+
+TOKENS: Final = f"a whole number of tokens from 1 to {MAX_TOKENS}, or two: [shortest, longest]"
+Name = Annotated[str, BeforeValidator(_check_name)]
+WorkloadName = Annotated[str | None, BeforeValidator(_check_workload)]
+# Its default is a list like those of the settings that are one; empty is absent.
+Tokens = Annotated[tuple[int, ...], BeforeValidator(_check_tokens)]
+
+
+def _seconds(of: str) -> Any:
+    return setting(None, "seconds", f"95 % of {of}", absent="none", gt=0, le=86400)
+
+
+class ClassTable(Section):
     """One `[[class]]`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(min_length=1)
-    share: float = Field(gt=0)
-    workload: Literal["azure-conversation", "azure-code", "mooncake"] | None = None
-    prompt_tokens: Range | None = None
-    output_tokens: Range | None = None
-    factor: float = Field(1.0, gt=0)
-    ttft_p95_seconds: Seconds | None = None
-    itl_p95_seconds: Seconds | None = None
-    e2e_p95_seconds: Seconds | None = None
-    background: bool = False
-
-    @model_validator(mode="after")
-    def _has_one_kind_of_lengths(self) -> Self:
-        ranges = (self.prompt_tokens, self.output_tokens)
-        if (self.workload is None) != all(ranges) or any(ranges) != all(ranges):
-            raise ValueError("give either workload, or prompt_tokens and output_tokens")
-        for low, high in filter(None, ranges):
-            if low > high:
-                raise ValueError(f"[{low}, {high}] is no range: the shortest comes first")
-        return self
+    name: Name = setting(..., "", "what its figures are called", takes="a text that can be shown, not empty")
+    share: float = setting(..., "", "of all requests, in proportion to the others'", gt=0, le=1e6)
+    workload: WorkloadName = setting(None, "", "whose lengths it has", takes=", ".join(WORKLOADS))
+    prompt_tokens: Tokens = setting((), "tokens", "of its prompts", takes=TOKENS)
+    output_tokens: Tokens = setting((), "tokens", "of its answers", takes=TOKENS)
+    factor: float = setting(1.0, "", "its lengths are divided by it", gt=0, le=1e6)
+    ttft_p95_seconds: float | None = _seconds("first tokens")
+    itl_p95_seconds: float | None = _seconds("gaps between tokens")
+    e2e_p95_seconds: float | None = _seconds("whole answers")
+    background: bool = setting(False, "", "asked for with service_tier flex")
 
     def work_class(self, default: SloTargets) -> WorkClass:
-        """It as a class of work; without any target it has the default's."""
+        """It as a class of work; where it says nothing of targets it has the default's."""
         own = SloTargets(self.ttft_p95_seconds, self.itl_p95_seconds, self.e2e_p95_seconds)
-        has_own = own != SloTargets(None, None, None)
+        says = self.model_fields_set & {"ttft_p95_seconds", "itl_p95_seconds", "e2e_p95_seconds"}
+        lengths: Fitted | Ranges
         if self.workload is None:
-            assert self.prompt_tokens is not None
-            assert self.output_tokens is not None
-            lengths: Fitted | Ranges = Ranges(self.prompt_tokens, self.output_tokens)
+            (low, high), (shortest, longest) = self.prompt_tokens, self.output_tokens
+            lengths = Ranges((low, high), (shortest, longest))
         else:
             lengths = Fitted(self.workload)
-        return WorkClass(self.name, self.share, lengths, own if has_own else default, self.factor, self.background)
-
-
-class MixFile(BaseModel):
-    """The whole file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    classes: list[ClassTable] = Field(alias="class", min_length=1)
+        return WorkClass(self.name, self.share, lengths, own if says else default, self.factor, self.background)
 
 
 def read_mix(path: Path, default: SloTargets) -> tuple[WorkClass, ...]:
@@ -95,13 +108,52 @@ def read_mix(path: Path, default: SloTargets) -> tuple[WorkClass, ...]:
         ConfigError: the file cannot be read, or says something that cannot be.
     """
     try:
-        tables = MixFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"The mix {path} cannot be read: {error.strerror or error}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}.") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {place}: {first['msg'].removeprefix('Value error, ')}.") from None
-    return tuple([table.work_class(default) for table in tables.classes])
+    return parse_mix(text, str(path), default)
+
+
+def parse_mix(text: str, source: str, default: SloTargets) -> tuple[WorkClass, ...]:
+    """The classes of a text.
+
+    Args:
+        source: what messages call it.
+
+    Raises:
+        ConfigError: it says something that cannot be.
+    """
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply.") from None
+    others = [name for name in document if name != TABLE]
+    if others:
+        raise ConfigError(
+            f"{source}: {others[0]!r} is unknown; a mix has tables [[{TABLE}]] alone, one for each class."
+        )
+    tables = document.get(TABLE)
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{source} has no [[{TABLE}]], in two brackets; write one for each class of work.")
+    classes = [_read_class(number, table, source) for number, table in enumerate(tables, 1)]
+    for name, times in Counter([one.name for one in classes]).items():
+        if times > 1:
+            raise ConfigError(f"{source}: {times} classes are called {name!r}; give each a name of its own.")
+    return tuple([one.work_class(default) for one in classes])
+
+
+def _read_class(number: int, table: Mapping[str, Any], source: str) -> ClassTable:
+    """One class; messages call it by its name, where it has one that can be shown."""
+    try:
+        where = f'{TABLE} "{_check_name(table.get("name"))}"'
+    except ValueError:
+        where = f"{TABLE} number {number}"
+    found = read_section(ClassTable, where, table, source)
+    has = [bool(found.workload), bool(found.prompt_tokens), bool(found.output_tokens)]
+    if has not in ([True, False, False], [False, True, True]):
+        raise ConfigError(f"{source}: [{where}] needs either workload, or prompt_tokens and output_tokens.")
+    return found

@@ -89,7 +89,8 @@ def make_source(options: Options) -> Source:
     classes = _classes(options)
     if not any(given(one.targets) for one in classes):
         raise ConfigError("Without a target there is no limit; give one of --ttft-p95, --itl-p95 and --e2e-p95.")
-    promise = Promise(tuple([one.targets for one in classes]), options.max_error_share)
+    targets, names = zip(*[(one.targets, one.name) for one in classes], strict=True)
+    promise = Promise(targets, options.max_error_share, names)
     arrivals = options.arrivals or ("own" if options.trace else "poisson")
     is_recorded = options.trace is not None and len(classes) > 1
     source = Source(classes, promise, arrivals=arrivals, gap_cv=options.gap_cv, is_recorded=is_recorded)

@@ -75,10 +75,18 @@ class Promise:
     Attributes:
         targets: of each class of work.
         max_error_share: of all requests.
+        names: of the classes; without, they have numbers.
     """
 
     targets: tuple[SloTargets, ...]
     max_error_share: float
+    names: tuple[str, ...] = ()
+
+    def of(self, number: int) -> str:
+        """What tells the promise to one class from those to the others; empty where there are none."""
+        if len(self.targets) == 1:
+            return ""
+        return f" of {self.names[number] if self.names else f'class {number + 1}'}"
 
     @property
     def smallest(self) -> float:
@@ -147,7 +155,7 @@ class Run:
         return max(self.excesses().values(), default=0.0)
 
     def excesses(self) -> dict[str, float]:
-        """The same of each promise, `ttft of class 1` and so on; nothing counts for more than `MAX_EXCESS`."""
+        """The same of each promise, `ttft of assistant` and so on; nothing counts for more than `MAX_EXCESS`."""
         found = {name: _ratio(missed, allowed * total) for name, missed, total, allowed in self._counts()}
         points = [(seen.due, seen.ttft) for seen in self.seen if seen.ttft is not None]
         found["waiting grows"] = growth_excess(points)
@@ -171,10 +179,9 @@ class Run:
 
     def entries(self) -> Iterator[tuple[str, float, list[tuple[int, int]]]]:
         """Each promise about requests: its name, the share that may miss, and (missed, all) of every request."""
-        several = len(self.promise.targets) > 1
         for number, targets in enumerate(self.promise.targets):
             for name, seconds in given(targets).items():
-                label = f"{name} of class {number + 1}" if several else name
+                label = name + self.promise.of(number)
                 entries = [_entry(seen, name, seconds) if seen.work_class == number else (0, 0) for seen in self.seen]
                 yield label, ALLOWED_MISSES, entries
         yield "errors", self.promise.max_error_share, [(1, 1) if seen.error else (0, 1) for seen in self.seen]

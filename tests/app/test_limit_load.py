@@ -12,10 +12,10 @@ import pytest
 
 from app.limit.lengths import Fitted, Ranges, Recorded, read_conversations
 from app.limit.load import Source, WorkClass
-from app.limit.mix import read_mix
+from app.limit.mix import parse_mix, read_mix
 from app.limit.options import Options, make_source
 from app.limit.prompts import Spelling
-from app.limit.runs import Promise
+from app.limit.runs import Promise, Run, Seen
 from engine.config import SloTargets
 from engine.errors import ConfigError
 from engine.workload import WorkItem, Workload
@@ -169,24 +169,64 @@ def test_a_class_without_targets_has_those_of_the_command_line(tmp_path: Path) -
     assert read_mix(path, TARGETS)[0].targets == TARGETS
 
 
+ONE = '[[class]]\nname = "x"\nshare = 1\nprompt_tokens = 5\noutput_tokens = 2\n'
+BARE = '[[class]]\nname = "x"\nshare = 1\n'
+
+
+def test_a_class_that_names_a_target_has_no_others(tmp_path: Path) -> None:
+    path = tmp_path / "mix.toml"
+    none = 'ttft_p95_seconds = "none"\n'
+    path.write_text(ONE + none + ONE.replace('"x"', '"y"') + none + "e2e_p95_seconds = 3\n")
+    targets = [one.targets for one in read_mix(path, TARGETS)]
+    assert targets == [SloTargets(None, None, None), SloTargets(None, None, 3.0)]
+
+
+WRONG = "(from mix.toml) is not valid; it takes"
+SECONDS = f"{WRONG} more than 0 to 86400, or none."
+LENGTHS = 'mix.toml: [class "x"] needs either workload, or prompt_tokens and output_tokens.'
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("nonsense", "not TOML"),
-        ("", "class"),
-        ('[[class]]\nname = "x"\n', "share"),
-        ('[[class]]\nname = "x"\nshare = 1\n', "workload, or prompt_tokens"),
-        ('[[class]]\nname = "x"\nshare = 1\nprompt_tokens = 5\n', "workload, or prompt_tokens"),
-        ('[[class]]\nname = "x"\nshare = 1\nprompt_tokens = [9, 5]\noutput_tokens = 2\n', "no range"),
-        ('[[class]]\nname = "x"\nshare = 1\nworkload = "azure"\n', "azure-conversation"),
-        ('[[class]]\nname = "x"\nshare = 1\nworkload = "mooncake"\nspeed = 1\n', "speed"),
+        ("nonsense", "mix.toml is not TOML: "),
+        ("a = " + "[" * 5000, "mix.toml is nested too deeply."),
+        ("", "mix.toml has no [[class]], in two brackets; write one for each class of work."),
+        ('[class]\nname = "x"\n', "mix.toml has no [[class]], in two brackets; write one for each class of work."),
+        ("[[klass]]\n", "mix.toml: 'klass' is unknown; a mix has tables [[class]] alone, one for each class."),
+        (ONE + "[[class]]\nshare = 1\n", "mix.toml: [class number 2] needs name; it takes a text"),
+        (ONE.replace("x", "a\\u202eb"), f"[class number 1] name = 'a\\u202eb' {WRONG} a text of"),
+        ('[[class]]\nname = "x"\n', 'mix.toml: [class "x"] needs share; it takes more than 0 to 1e+06.'),
+        (ONE.replace("share = 1", "share = true"), f'[class "x"] share = True {WRONG} more than 0'),
+        (ONE + "ttft_p95_seconds = true\n", f'[class "x"] ttft_p95_seconds = True {SECONDS}'),
+        (ONE + "itl_p95_seconds = 'no'\n", f"itl_p95_seconds = 'no' {SECONDS}"),
+        (ONE + "factor = nan\n", f'[class "x"] factor = nan {WRONG} more than 0 to 1e+06.'),
+        (ONE + ONE, "mix.toml: 2 classes are called 'x'; give each a name of its own."),
+        (BARE, LENGTHS),
+        (BARE + "prompt_tokens = 5\n", LENGTHS),
+        (ONE + 'workload = "mooncake"', LENGTHS),
+        (ONE.replace("5", "[9, 5]"), f"prompt_tokens = [9, 5] {WRONG} the shortest first: [5, 9]."),
+        (ONE.replace("5", "true"), f"prompt_tokens = True {WRONG} a whole number of tokens"),
+        (ONE.replace("5", "[1, 2, 3]"), f"{WRONG} a whole number of tokens from 1 to 1048576, or two: ["),
+        (BARE + 'workload = "azure"\n', f"workload = 'azure' {WRONG} azure-conversation, "),
+        (ONE + "factr = 1\n", 'mix.toml: [class "x"] has no setting factr; did you mean factor?'),
     ],
 )
-def test_a_mix_that_cannot_be_is_refused_by_name(tmp_path: Path, content: str, said: str) -> None:
+def test_a_mix_that_cannot_be_is_refused_in_a_line_that_says_what_to_do(content: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_mix(content, "mix.toml", TARGETS)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_promises_to_several_classes_bear_their_names(tmp_path: Path) -> None:
     path = tmp_path / "mix.toml"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=said):
-        read_mix(path, TARGETS)
+    path.write_text(MIX)
+    promise = make_source(Options(mix=path, targets=TARGETS)).promise
+    assert [promise.of(number) for number in (0, 1)] == [" of assistant", " of summaries"]
+    seen = (Seen(0.0, 0.0, 9.0, 3.0, 9.0, 5, 2, 1, 0, work_class=0),)
+    assert Run(1.0, 0, promise, seen).excesses()["ttft of assistant"] == 20
+    assert make_source(Options(targets=TARGETS)).promise.of(0) == ""
 
 
 def test_a_mix_has_no_arrivals_of_its_own(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def test_a_mix_is_simulated_with_its_background_work(run: Any, tmp_path: Path) -
     assert highest[0]["ttft_p95_seconds"] < highest[1]["ttft_p95_seconds"]
     assert all(one["itl_p95_seconds"] > 0 for one in highest)
     assert {*result["curve"][0]["excess"]} == {
-        "ttft of class 1",
-        "e2e of class 2",
+        "ttft of quick",
+        "e2e of patient",
         "errors",
         "waiting grows",
         "preemptions",

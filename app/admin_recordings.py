@@ -31,6 +31,12 @@ log = logging.getLogger("relevo.recording")
 PIECE_BYTES: Final = 1 << 16
 SPANS: Final = {"600": "10 minutes", "3600": "an hour", "21600": "6 hours", "86400": "a day", "604800": "a week"}
 
+# What each field takes, for whoever gave it something else.
+TAKES: Final = {
+    "ttl_seconds": f"a number of seconds from 1 to {MAX_SECONDS:,.0f}",
+    "max_requests": f"a whole number from 1 to {MAX_REQUESTS:,}",
+}
+
 
 class NewRecording(BaseModel):
     """Body of `POST /admin/recordings`."""
@@ -76,12 +82,12 @@ def recordings_blueprint(context: Context) -> Blueprint:
 
     @blueprint.delete("/admin/recordings/<name>")
     async def delete(name: str) -> Response:
-        await recorder.delete(name)
+        await recorder.delete(name, g.who)
         return await answers.json()
 
     @blueprint.post("/admin/recordings/<name>/delete")
     async def delete_from_form(name: str) -> Response | WerkzeugResponse:
-        return await answers.to_form(recorder.delete(name))
+        return await answers.to_form(recorder.delete(name, g.who))
 
     return blueprint
 
@@ -158,7 +164,7 @@ def parse_new(data: Mapping[str, Any]) -> NewRecording:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = str(first["loc"][0])
-        message = first["msg"].replace("Input should ", "must ")
+        message = f"must be {TAKES.get(param)}"
         if first["type"] == "extra_forbidden":
             message = f"is unknown; there are {', '.join(NewRecording.model_fields)}"
         raise ApiError(422, f"'{param}' {message}.", param=param, code="invalid_value") from None
@@ -166,7 +172,7 @@ def parse_new(data: Mapping[str, Any]) -> NewRecording:
 
 def view(recorder: TrafficRecorder, kept: Sequence[Kept]) -> dict[str, Any]:
     """The object of `GET /admin/recordings`."""
-    now = recorder.now
+    now, before = recorder.now, recorder.before
     return {
         "recording": None
         if now is None
@@ -184,6 +190,17 @@ def view(recorder: TrafficRecorder, kept: Sequence[Kept]) -> dict[str, Any]:
             "ends_as": now.ends_as,
         },
         "last": recorder.last or None,
+        "ended": None
+        if before is None
+        else {
+            "name": before.path.name,
+            "who": before.who,
+            "ends_as": before.ends_as,
+            "requests": before.num_written,
+            "left_out": before.num_left_out,
+            "not_awaited": before.num_not_awaited,
+            "lost": before.num_lost,
+        },
         "problem": recorder.problem,
         "recordings": [
             {"name": one.name, "began": timestamp(one.began), "requests": one.num_requests, "bytes": one.num_bytes}

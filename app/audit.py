@@ -1,4 +1,4 @@
-"""The history of the live settings: who changed what, when, why and for how long."""
+"""The history of what operators did: who changed which setting, when, why and for how long; and other deeds."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def make_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One change.
+    """One change of the settings, or another deed.
 
     Attributes:
         time: when, as an ISO 8601 string in UTC.
         who: `admin`, the peer's address, `ttl` for a change that ended by itself, or `start` for a start at which other
             values held than when the server ended.
-        changes: setting to its old and its new value; empty when only the time that they hold was changed.
+        changes: setting to its old and its new value; empty where only the time that they hold was, and of deeds.
         expires: when it will revert by itself, in the form of `time`.
         reverted: when it did, or was changed again before.
         effective: all settings as they were after it.
         effect: what users met before and after it, as far as that was measured (`app.effects`).
+        deed: what was done, of what is no change of the settings; `outcome` how it ended, `None` while it goes on.
         entry_id: the same for ever.
     """
 
@@ -45,6 +46,8 @@ class AuditEntry:
     effective: Mapping[str, Any] = field(default_factory=dict)
     entry_id: str = field(default_factory=make_id)
     effect: Mapping[str, Any] | None = None
+    deed: str | None = None
+    outcome: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The object of `GET /admin/audit`, but for its effect."""
@@ -56,15 +59,17 @@ class AuditEntry:
             "reason": self.reason,
             "expires": self.expires,
             "reverted": self.reverted,
+            "deed": self.deed,
+            "outcome": self.outcome,
         }
 
 
 class AuditLog:
-    """The last thousand changes, newest last.
+    """The last thousand changes and deeds, newest last.
 
     Args:
         known: those of earlier processes.
-        keep: called with each change, and again when it was reverted.
+        keep: called with each of them, and again when more is known of it.
     """
 
     def __init__(self, known: Iterable[AuditEntry] = (), keep: Callable[[AuditEntry], None] | None = None) -> None:
@@ -87,6 +92,13 @@ class AuditLog:
         if self._keep is not None:
             self._keep(entry)
 
+    def add_deed(self, deed: str, who: str, time: str, outcome: str | None = None) -> str:
+        """Append what changes no setting; gives the id of its entry."""
+        effective = self._entries[-1].effective if self._entries else {}
+        entry = AuditEntry(self.generation, time, who, {}, effective=effective, deed=deed, outcome=outcome)
+        self.add(entry)
+        return entry.entry_id
+
     def mark_reverted(self, entry_id: str, time: str) -> None:
         """Say when a temporary change ended."""
         self._replace(entry_id, reverted=time)
@@ -94,6 +106,10 @@ class AuditLog:
     def mark_effect(self, entry_id: str, effect: Mapping[str, Any]) -> None:
         """Say what came of a change."""
         self._replace(entry_id, effect=effect)
+
+    def mark_outcome(self, entry_id: str, outcome: str) -> None:
+        """Say how a deed ended."""
+        self._replace(entry_id, outcome=outcome)
 
     def _replace(self, entry_id: str, **known: Any) -> None:
         for index, entry in enumerate(self._entries):

@@ -188,7 +188,8 @@ class LiveConfig:
         """Raise `ChangedMeanwhileError` where somebody looked at another generation than what holds now."""
         generation = self._engine.limits.generation
         if seen is not None and seen != generation:
-            raise ChangedMeanwhileError(seen, generation, [e for e in self._audit.entries if e.generation > seen])
+            since = [entry for entry in self._audit.entries if entry.generation > seen and entry.deed is None]
+            raise ChangedMeanwhileError(seen, generation, since)
 
     async def run(self) -> None:
         """Make the changes that were ordered, and revert temporary ones when their time has come, for ever."""

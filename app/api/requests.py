@@ -112,8 +112,11 @@ async def read_json() -> dict[str, Any]:
     return await bodies.read_json()
 
 
-async def read_fields() -> dict[str, str]:
+async def read_fields(max_bytes: int = MAX_FORM_BYTES) -> dict[str, str]:
     """The fields of a page's form; what is no form has none.
+
+    Args:
+        max_bytes: of the form as it is sent.
 
     Raises:
         ApiError: 413, it is too large.
@@ -121,7 +124,7 @@ async def read_fields() -> dict[str, str]:
         HTTPException: 408, it came too slowly.
     """
     bodies: Bodies = current_app.config[BODIES]
-    data = await bodies.read(bytes, MAX_FORM_BYTES)
+    data = await bodies.read(bytes, max_bytes)
     if request.mimetype != FORM_TYPE:
         return {}
     return dict(parse_qsl(data.decode(errors="replace"), keep_blank_values=True))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 
-from app.audit import AuditLog, make_id
+from app.audit import AuditLog, make_id, timestamp
 from app.journal.events import MAX_EVENTS, Event, EventLog, describe_change
 from app.journal.reading import Answer, read_events, read_rows
 from app.journal.store import Batch, DamagedError, Loaded, StoreError, open_store, set_aside
@@ -44,6 +44,8 @@ CLOSE_SECONDS: Final = 3.0
 MAX_UNWRITTEN_ROWS: Final = 3600
 RECENT_ROWS: Final = 600
 MAX_READERS: Final = 2
+# How a deed ended of which an earlier process has not told it.
+LEFT_OPEN: Final = "the server ended before it did"
 
 
 class Journal:
@@ -54,7 +56,7 @@ class Journal:
         wall: seconds since the epoch.
 
     Attributes:
-        audit: the changes of the settings.
+        audit: the changes of the settings and other deeds.
         events: the last events.
         num_failures: times that the disk did not take what it should.
         num_dropped_rows: seconds of the history that were lost because it did not for too long.
@@ -140,6 +142,14 @@ class Journal:
         """Keep an event of this moment."""
         self.put_event(Event(make_id(), kind, self.wall(), text, running=self.running, waiting=self.waiting))
 
+    def begin_deed(self, deed: str, who: str, outcome: str | None = None) -> str:
+        """Write down what somebody does that is no change of the settings; gives the id of its entry.
+
+        Args:
+            outcome: of what is done at once.
+        """
+        return self.audit.add_deed(deed, who, timestamp(self.wall()), outcome)
+
     def _keep_entry(self, entry: AuditEntry) -> None:
         known = entry.entry_id in self._waiting.entries or entry.reverted is not None or entry.effect is not None
         self._waiting.entries[entry.entry_id] = entry
@@ -159,6 +169,9 @@ class Journal:
             self._problem = str(error)
             return Loaded()
         self.audit = AuditLog(loaded.entries, self._keep_entry)
+        for entry in loaded.entries:
+            if entry.deed is not None and entry.outcome is None:
+                self.audit.mark_outcome(entry.entry_id, LEFT_OPEN)
         self.events = EventLog(loaded.events)
         return loaded
 

@@ -63,9 +63,12 @@ MIGRATIONS: list[str] = [
     CREATE INDEX events_by_time ON events (time);
     """,
     "ALTER TABLE audit ADD COLUMN effect TEXT;",
+    "ALTER TABLE audit ADD COLUMN deed TEXT; ALTER TABLE audit ADD COLUMN outcome TEXT;",
 ]
 EVENT_COLUMNS: Final = 'id, kind, time, text, "end", amount, running, waiting'
-_ENTRY_COLUMNS: Final = "id, generation, time, who, changes, reason, expires, reverted, effective, effect"
+_ENTRY_COLUMNS: Final = (
+    "id, generation, time, who, changes, reason, expires, reverted, effective, effect, deed, outcome"
+)
 
 
 class StoreError(Exception):
@@ -162,8 +165,9 @@ class Store:
                     f"({merging('history', str(start))} WHERE span = 1 AND time >= {start} AND time < {end})"
                 )
             connection.executemany(
-                f"INSERT INTO audit ({_ENTRY_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "  # noqa: S608
-                "ON CONFLICT (id) DO UPDATE SET reverted = excluded.reverted, effect = excluded.effect",
+                f"INSERT INTO audit ({_ENTRY_COLUMNS}) VALUES ({', '.join('?' * 12)}) "  # noqa: S608
+                "ON CONFLICT (id) DO UPDATE SET reverted = excluded.reverted, effect = excluded.effect, "
+                "outcome = excluded.outcome",
                 [_entry_values(entry) for entry in batch.entries.values()],
             )
             connection.executemany(
@@ -287,21 +291,21 @@ def _entry_values(entry: AuditEntry) -> tuple[Any, ...]:
     effect = None if entry.effect is None else json.dumps(dict(entry.effect))
     values = (
         entry.entry_id, entry.generation, entry.time, entry.who, changes, entry.reason, entry.expires, entry.reverted,
-        effective, effect,
+        effective, effect, entry.deed, entry.outcome,
     )  # fmt: skip
     return tuple(map(_storable, values))
 
 
 def _entry(row: tuple[Any, ...]) -> AuditEntry:
     """A row as a change; raises `ValueError` or its like where something is not what was written there."""
-    entry_id, generation, time, who, changes, reason, expires, reverted, effective, effect = row
+    entry_id, generation, time, who, changes, reason, expires, reverted, effective, effect, deed, outcome = row
     for moment in (time, expires, reverted):
         if moment is not None:
             datetime.fromisoformat(moment)
     pairs = {name: (old, new) for name, (old, new) in json.loads(changes).items()}
     known = dict(json.loads(effective))
     met = None if effect is None else dict(json.loads(effect))
-    return AuditEntry(int(generation), time, who, pairs, reason, expires, reverted, known, entry_id, met)
+    return AuditEntry(int(generation), time, who, pairs, reason, expires, reverted, known, entry_id, met, deed, outcome)
 
 
 def make_event(row: tuple[Any, ...]) -> Event:

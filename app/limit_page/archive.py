@@ -21,6 +21,7 @@ log = logging.getLogger("relevo.limit")
 
 T = TypeVar("T")
 DISK_SECONDS: Final = 5.0
+BEING_READ: Final = "Earlier searches are being read."
 
 
 class Archive:
@@ -31,20 +32,20 @@ class Archive:
 
     Attributes:
         briefs: a line of each, the newest first.
-        problem: why the last one is not kept, or the others cannot be read; empty where all is well.
+        problem: why the last one is not kept, or the others cannot be seen; empty where all is well.
     """
 
     def __init__(self, kept: KeptSearches | None) -> None:
         self._kept = kept
         self.briefs: list[dict[str, Any]] = []
-        self.problem = ""
+        self.problem = "" if kept is None else BEING_READ
 
     async def open(self) -> None:
         """Read what earlier processes have left."""
         if self._kept is None:
             return
         try:
-            self.briefs = await _on_disk(self._kept.briefs)
+            self.briefs, self.problem = await _on_disk(self._kept.briefs), ""
         except OSError as error:
             self.problem = f"Earlier searches cannot be read: {_told(error)}."
             log.warning("earlier searches for the limit cannot be read: %s", _told(error))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import trio
 from quart import Blueprint, Response, g, jsonify, redirect, request
 
 from app.api.errors import ApiError
 from app.api.requests import FORM_TYPE, read_fields, read_json
 from app.limit_page.search import suggestion
 from app.limit_page.view import LimitView
-from app.limit_page.wish import MIX, RECORDING, WORKLOADS, check_mix, parse_form, parse_wish
+from app.limit_page.wish import MAX_FORM_BYTES, MIX, RECORDING, WORKLOADS, check_mix, parse_form, parse_wish
 from app.pages import STREAM_HEADERS
 from app.render import limit
+from app.render.plain import plain_of
 from app.render.templates import make_environment
 from engine.config import SloTargets
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from app.limit_page.search import Search
     from app.limit_page.wish import Wish
 
-log = logging.getLogger("relevo.limit")
-
 JSON_LEVELS: Final = 2
 
 
@@ -42,7 +39,7 @@ def limit_blueprint(context: Context) -> Blueprint:
 
     @pages.get("/ops/limit")
     async def show() -> Response:
-        return await page.draw()
+        return await page.draw(again=request.args.get("again"))
 
     @pages.get("/ops/limit.json")
     async def show_as_json() -> Response:
@@ -66,7 +63,7 @@ def limit_blueprint(context: Context) -> Blueprint:
             answer = jsonify(search.as_json())
             answer.status_code = 202
             return answer
-        form = await read_fields()
+        form = await read_fields(MAX_FORM_BYTES)
         try:
             await page.start(parse_form(form, slo))
         except ApiError as error:
@@ -142,20 +139,36 @@ class LimitPage:
         self._page, self._one = (environment.get_template(f"{name}.html") for name in ("limit", "limit_search"))
 
     async def draw(
-        self, status: int = 200, form: Mapping[str, str] | None = None, error: Mapping[str, Any] | None = None
+        self,
+        status: int = 200,
+        form: Mapping[str, str] | None = None,
+        error: Mapping[str, Any] | None = None,
+        *,
+        again: str | None = None,
     ) -> Response:
-        """The page; with what somebody typed and what is wrong with it."""
+        """The page.
+
+        Args:
+            form, error: what somebody typed, and what is wrong with it.
+            again: the search whose questions stand in the form.
+
+        Raises:
+            ApiError: there is no such search.
+        """
         await self._find_recordings()
+        asked = (await self._searches.read(again))["asked"] if again else None
         parts = self.view.parts()
         if form is not None and error is not None:
             parts["ask"] = self.view.draw_ask(form, error)
+        elif asked is not None:
+            parts["ask"] = self.view.draw_again(asked)
         shown = {"page": "ops", "state_html": parts["state"], "parts": parts, "busy": self.view.is_busy}
         return await self._context.drawing.page(self._page, lambda: shown, status)
 
     async def draw_one(self, told: Mapping[str, Any]) -> Response:
         """One search."""
         shared = self._shared()
-        return await self._context.drawing.page(self._one, lambda: shared | limit.one_variables(told))
+        return await self._context.drawing.page(self._one, lambda: shared | limit.one_variables(plain_of(told)))
 
     async def draw_two(self, ids: list[str]) -> Response:
         """Two side by side, the older one pale.
@@ -167,7 +180,11 @@ class LimitPage:
             raise ApiError(400, "Choose two searches to compare.", param="id", code="invalid_value")
         older, newer = [await self._searches.read(search_id) for search_id in sorted({*ids})]
         shared = self._shared()
-        return await self._context.drawing.page(self._one, lambda: shared | limit.two_variables(newer, older))
+
+        def make() -> dict[str, Any]:
+            return shared | limit.two_variables(plain_of(newer), plain_of(older))
+
+        return await self._context.drawing.page(self._one, make)
 
     async def view_as_json(self) -> dict[str, Any]:
         """The object of `GET /ops/limit.json`."""
@@ -189,7 +206,7 @@ class LimitPage:
         self._searches.check(wish)
         if wish.mix is not None:
             own = SloTargets(wish.ttft_p95_seconds, wish.itl_p95_seconds, wish.e2e_p95_seconds)
-            await trio.to_thread.run_sync(check_mix, wish, own)
+            check_mix(wish, own)
         trace = await self._find_trace(wish.recording) if wish.recording is not None else None
         return self._searches.start(wish, own_url(), g.who, trace)
 
@@ -208,8 +225,7 @@ class LimitPage:
 
     async def forget(self, search_id: str) -> None:
         """Delete one."""
-        await self._searches.delete(search_id)
-        log.info("%s had the search for the limit %s forgotten", g.who, search_id)
+        await self._searches.delete(search_id, g.who)
 
     async def _find_recordings(self) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from app.audit import timestamp
@@ -106,10 +106,15 @@ class Search:
             case kind if len(self.curve) + len(self.tried) < MAX_CURVE:
                 (self.tried if kind == "tried" else self.curve).append(run)
 
-    def finish(self, end: str, why: str, at: float) -> None:
-        """It is over."""
-        self.end, self.why, self.ended, self.is_stopping = end, why, at, False
-        self.trying = {"rate": None, "ended": 0, "total": 0}
+    @property
+    def has_measured(self) -> bool:
+        """Whether there is anything to be seen in it."""
+        return bool(self.curve or self.tried or self.capacity or self.single or self.result)
+
+    def as_ended(self, end: str, why: str, at: float) -> Search:
+        """The same when it is over."""
+        nothing = {"rate": None, "ended": 0, "total": 0}
+        return replace(self, end=end, why=why, ended=at, is_stopping=False, trying=nothing)
 
     def as_json(self) -> dict[str, Any]:
         """The object of `GET /ops/limit/<search_id>.json`, which is also what lies on disk."""

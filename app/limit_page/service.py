@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import trio
@@ -22,6 +23,7 @@ from app.limit_page.child import COMMAND, ChildError, run_child
 from app.limit_page.search import Search
 from app.render import numbers
 from app.render.limit import end_words
+from app.render.plain import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,6 +43,10 @@ LATE_SHARE, LATE_SECONDS = 0.25, 60.0
 # What the search left inside is given up by it, and gone after a step.
 SETTLE_SECONDS: Final = 5.0
 FAILED: Final = 2
+AGAIN: Final = (
+    "Begin it again when they have gone, or let it run beside users, as background work: its figure is then of what "
+    "they leave."
+)
 
 
 class _Order(NamedTuple):
@@ -80,6 +86,7 @@ class LimitSearches:
         self._has_opened = False
         self._stop = trio.Event()
         self._end = ("", "")
+        self._deed = ""
 
     @property
     def running(self) -> Search | None:
@@ -135,8 +142,8 @@ class LimitSearches:
         self.search = Search(search_id, wish.model_dump(), who, self._engine.model.name, at, planned=wish.seconds)
         self._stop, self._end = trio.Event(), ("", "")
         self._send.send_nowait(_Order(wish, url, trace))
-        beside = ", beside users" if wish.beside_users else ""
-        self._journal.note("limit", f"A search for the limit begins, by {who}: {wish.workload}{beside}")
+        self._journal.note("limit", f"A search for the limit begins, by {who}: {_asked(wish)}")
+        self._deed = self._journal.begin_deed(f"Search for the limit: {_asked(wish)}", who)
         log.info("%s began the search for the limit %s", who, search_id)
         self.tell()
         return self.search
@@ -184,7 +191,7 @@ class LimitSearches:
             return self.search.as_json()
         return await self.archive.read(search_id)
 
-    async def delete(self, search_id: str) -> None:
+    async def delete(self, search_id: str, who: str) -> None:
         """Forget one that has ended.
 
         Raises:
@@ -192,18 +199,29 @@ class LimitSearches:
         """
         if self.running is not None and self.running.search_id == search_id:
             raise ApiError(409, "That search runs; stop it first.", code="is_searching")
-        await self.archive.delete(search_id)
-        if self.search is not None and self.search.search_id == search_id:
+        is_last = self.search is not None and self.search.search_id == search_id
+        try:
+            await self.archive.delete(search_id)
+        except ApiError as error:
+            if not is_last or error.status != HTTPStatus.NOT_FOUND:
+                raise  # the last one is there to be seen even where there was nothing to be kept
+        if is_last:
             self.search = None
+        self._journal.begin_deed(f"Search for the limit {search_id} forgotten", who, outcome="done")
+        log.info("%s had the search for the limit %s forgotten", who, search_id)
         self.tell()
 
     async def _finish(self, search: Search, end: str, why: str) -> None:
-        """Tell of its end, and keep it, if there is anything to be seen in it."""
-        search.finish(end, why, self._journal.wall())
-        self._journal.note("limit", f"The search for the limit ended: {end_words(search.as_json())}")
-        log.info("the search for the limit %s ended: %s", search.search_id, search.end)
-        if search.curve or search.result is not None:
-            await self.archive.keep(search.as_json())
+        """Keep what there is to be seen in it, and only then tell of its end: whoever hears of that finds it."""
+        ended = search.as_ended(end, why, self._journal.wall())
+        told = ended.as_json()
+        if ended.has_measured:
+            await self.archive.keep(told)
+        words = plain(end_words(told))
+        self._journal.note("limit", f"The search for the limit ended: {words}")
+        self._journal.audit.mark_outcome(self._deed, words)
+        log.info("the search for the limit %s ended: %s", search.search_id, end)
+        self.search = ended
         self.tell()
 
     async def _look(self, search: Search, order: _Order) -> tuple[str, str]:
@@ -237,8 +255,8 @@ class LimitSearches:
         return {f"RELEVO_SLO_BACKGROUND_{name.upper()}": str(value or "none") for name, value in targets.items()}
 
     def _outcome(self, search: Search, code: int, said: str) -> tuple[str, str]:
-        """How it ended and why. A result that came all the same goes before what was asked of it."""
-        if search.result is not None:
+        """How it ended and why. A result that came all the same goes before that, unless it was cut off."""
+        if search.result is not None and not (self._end[0] and search.result.get("unfinished")):
             return ("found", "") if search.limit is not None else ("none", str(search.result["why"]))
         if self._end[0]:
             return self._end
@@ -257,7 +275,8 @@ class LimitSearches:
             if not wish.beside_users:
                 whose = f" of the key {request.key_name!r}" if request.key_name else ""
                 after = numbers.duration(max(0.0, self._journal.wall() - search.began))
-                self.stop("users", f"After {after} a request{whose} came in that is not the search's: users go first.")
+                came = f"After {after} a request{whose} came in that is not the search's: users go first."
+                self.stop("users", f"{came} {AGAIN}")
 
         self._engine.requests.watch(added)
         try:
@@ -272,3 +291,9 @@ class LimitSearches:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             log.warning("the search for the limit said what is not understood: %s", type(error).__name__)
         self.tell()
+
+
+def _asked(wish: Wish) -> str:
+    """What is looked for, in a few words."""
+    tune, beside = ", better settings too" if wish.tune else "", ", beside users" if wish.beside_users else ""
+    return f"{wish.workload}{tune}{beside}"

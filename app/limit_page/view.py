@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -18,6 +19,7 @@ from app.limit_page.wish import (
     WORKLOADS,
 )
 from app.render import limit, numbers
+from app.render.plain import plain_of
 from app.render.templates import make_environment
 from app.telemetry import encode_event
 
@@ -77,18 +79,23 @@ class LimitView:
         tried = () if told is None else (told["trying"]["rate"],)
         now = () if told is None else (told["what"], int(told["seconds"]), *told["trying"].values())
         stopping = told is not None and told["stopping"]
+
+        @cache
+        def shown() -> Any:
+            return plain_of(told)
+
         return {
             "state": self._telemetry.draw_part("state"),
             "clock": numbers.clock(self._searches.wall()),
-            "control": self._part("control", (which, stopping), lambda: limit.control_variables(told)),
-            "progress": self._part("progress", (which, now), lambda: limit.progress_variables(told)),
-            "outcome": self._part("outcome", which, lambda: limit.outcome_variables(told)),
-            "curve": self._part("curve", (which, num_runs, tried), lambda: limit.curve_variables(told)),
-            "runs": self._part("runs", (which, num_runs), lambda: limit.run_variables(told)),
+            "control": self._part("control", (which, stopping), lambda: limit.control_variables(shown())),
+            "progress": self._part("progress", (which, now), lambda: limit.progress_variables(shown())),
+            "outcome": self._part("outcome", which, lambda: limit.outcome_variables(shown())),
+            "curve": self._part("curve", (which, num_runs, tried), lambda: limit.curve_variables(shown())),
+            "runs": self._part("runs", (which, num_runs), lambda: limit.run_variables(shown())),
             "kept": self._part(
                 "kept",
                 (archive.briefs, archive.problem),
-                lambda: limit.kept_variables(archive.briefs, archive.problem),
+                lambda: limit.kept_variables(plain_of(archive.briefs), archive.problem),
             ),
             "ask": self._part("ask", (self.is_busy, self.recordings, self._engine.limits.slo), self._ask_variables),
         }
@@ -97,6 +104,14 @@ class LimitView:
         """The form with what somebody typed, and what is wrong with it."""
         typed = {name: form.get(name, "") for name in self._typed()} | {name: name in form for name in SWITCHES}
         return self._templates["ask"].render(self._ask_variables() | {"typed": typed, "error": error})
+
+    def draw_again(self, asked: Mapping[str, Any]) -> str:
+        """The form with what an earlier search was asked."""
+        typed = {name: _as_typed(asked.get(name, now)) for name, now in self._typed().items()}
+        variables, error = self._ask_variables(), None
+        if typed["workload"] not in dict(variables["workloads"]):
+            error = {"field": "workload", "message": f"{typed['workload']} is not there any more; choose another."}
+        return self._templates["ask"].render(variables | {"typed": typed, "error": error})
 
     async def stream(self, busy: bool, closed: trio.Event) -> AsyncGenerator[bytes, None]:
         """Server-sent events for one who looks on: the parts that have changed.
@@ -155,3 +170,10 @@ class LimitView:
         targets = {name: "" if (value := getattr(slo, name)) is None else f"{value:g}" for name in TARGETS}
         plain = {"workload": next(iter(WORKLOADS)), "mix": "", "note": "", **dict.fromkeys(SWITCHES, False)}
         return plain | {name: "" for name, _, _ in NUMBERS} | targets
+
+
+def _as_typed(value: Any) -> Any:
+    """A value as it stands in a field."""
+    if value is None or isinstance(value, (bool, str)):
+        return value or ""
+    return numbers.exact(value)

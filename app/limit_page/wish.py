@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,6 +12,7 @@ from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from engine.config import SloTargets
 
@@ -26,13 +25,30 @@ WORKLOADS: Final = {
 MIX: Final = "mix"
 RECORDING: Final = "recording:"
 TARGETS: Final = ("ttft_p95_seconds", "itl_p95_seconds", "e2e_p95_seconds")
+NONE: Final = "none"  # as files and flags call a target that there is not
 NUMBERS: Final = (*TARGETS, "duration", "factor", "repeats", "think_time", "price_per_hour")
 SWITCHES: Final = ("beside_users", "tune")
 LEAST_SECONDS, MOST_SECONDS = 30, 7200
 DEFAULT_SECONDS, TUNE_SECONDS = 480.0, 1800.0
 MAX_NOTE, MAX_MIX = 200, 10_000
+# Each letter of a mix may be sent as twelve, and there are other fields beside it.
+MAX_FORM_BYTES: Final = 12 * MAX_MIX + (1 << 14)
 
 Positive = Annotated[float, Field(gt=0, le=1e6)]
+# What each field takes, for whoever gave it something else.
+_ABOVE_NOTHING: Final = "a number above 0, at most a million"
+TAKES: Final = {
+    "workload": "the name of a workload",
+    "mix": f"a text of at most {MAX_MIX:,} characters",
+    **dict.fromkeys(TARGETS, f'{_ABOVE_NOTHING}, in seconds; or "{NONE}"'),
+    "duration": f"a number of seconds from {LEAST_SECONDS} to {MOST_SECONDS:,}",
+    "factor": _ABOVE_NOTHING,
+    "repeats": "a whole number from 1 to 10",
+    "think_time": f"{_ABOVE_NOTHING}, in seconds",
+    "price_per_hour": _ABOVE_NOTHING,
+    **dict.fromkeys(SWITCHES, "true or false"),
+    "note": f"a text of at most {MAX_NOTE} characters",
+}
 
 
 class Wish(BaseModel):
@@ -90,7 +106,7 @@ class Wish(BaseModel):
             "--think-time": self.think_time,
             "--price-per-hour": self.price_per_hour,
         }
-        targets = {f"--{name.removesuffix('_p95_seconds')}-p95": getattr(self, name) or "none" for name in TARGETS}
+        targets = {f"--{name.removesuffix('_p95_seconds')}-p95": getattr(self, name) or NONE for name in TARGETS}
         flags = [text for flag, value in (given | targets).items() if value is not None for text in (flag, str(value))]
         tune = ["--tune", *(["--while-serving"] if self.beside_users else [])]
         return [*flags, *(tune if self.tune else [])]
@@ -103,6 +119,7 @@ def parse_wish(data: Mapping[str, Any], slo: SloTargets) -> Wish:
         ApiError: 422, naming the field at fault.
     """
     present = {name: value for name, value in data.items() if value is not None or name in TARGETS}
+    present |= {name: None for name in TARGETS if present.get(name) == NONE}
     try:
         wish = Wish.model_validate(asdict(slo) | present)
     except ValidationError as error:
@@ -110,8 +127,7 @@ def parse_wish(data: Mapping[str, Any], slo: SloTargets) -> Wish:
         param = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             raise _wrong(param, f"is unknown; there are {', '.join(Wish.model_fields)}.") from None
-        message = first["msg"].replace("Input should ", "must ").replace("String should ", "must ")
-        raise _wrong(param, f"{message}.") from None
+        raise _wrong(param, f"must be {TAKES[param]}.") from None
     if wish.workload not in (*WORKLOADS, MIX) and wish.recording is None:
         known = ", ".join((*WORKLOADS, MIX))
         raise _wrong("workload", f"must be one of {known}, or {RECORDING} and the name of a recording.")
@@ -132,29 +148,25 @@ def parse_form(form: Mapping[str, str], slo: SloTargets) -> Wish:
     """
     data: dict[str, Any] = {name: form[name] for name in ("workload", "note") if name in form}
     if form.get("workload") == MIX:
-        data["mix"] = form.get("mix", "")
+        data["mix"] = form.get("mix", "").replace("\r\n", "\n")  # forms count a line's end as one letter and send two
     data |= {name: _number(form.get(name, "")) for name in NUMBERS}
     data |= {name: name in form for name in SWITCHES}
     return parse_wish(data, slo)
 
 
 def check_mix(wish: Wish, slo: SloTargets) -> None:
-    """Refuse a mix that cannot be used; it touches the disk.
+    """Refuse a mix that cannot be used.
 
     Raises:
         ApiError: 422, saying what is wrong with it.
     """
-    from app.limit.mix import read_mix
+    from app.limit.mix import parse_mix
     from app.limit.runs import given
 
-    with TemporaryDirectory(prefix="relevo-mix-") as folder:
-        path = Path(folder) / "mix.toml"
-        path.write_text(wish.mix or "", encoding="utf-8")
-        try:
-            classes = read_mix(path, slo)
-        except ConfigError as error:
-            said = str(error).replace(str(path), "it")
-            raise _wrong("mix", f"cannot be used: {said}") from None
+    try:
+        classes = parse_mix(wish.mix or "", "the mix", slo)
+    except ConfigError as error:
+        raise _wrong("mix", f"cannot be used: {error}") from None
     if not any(given(one.targets) for one in classes):
         raise _wrong("mix", "has no target, nor is there one beside it: without any there is no limit.")
 

@@ -52,16 +52,17 @@ class TrafficRecorder:
     Attributes:
         now: the one that is being written.
         is_own: whether a request is the server's own and no user's: of those nothing is recorded.
-        last: how the one before it ended, in a sentence; empty where there was none since the start.
+        before: the one that ended last, since the start.
     """
 
     def __init__(self, folder: Path | None, journal: Journal) -> None:
         self._folder = folder
         self._journal = journal
         self.now: Recording | None = None
-        self.last = ""
+        self.before: Recording | None = None
         self.is_own: Callable[[GenerationRequest], bool] = lambda _request: False
         self._is_starting = False
+        self._deed = ""
         self._counted: dict[str, tuple[int, int]] = {}
         self._wake = trio.Event()
         self._writer = trio.CapacityLimiter(1)
@@ -104,17 +105,19 @@ class TrafficRecorder:
         self.now = Recording(path, began, at, began + seconds, who, max_requests)
         self._wake.set()
         self._journal.note("recording", f"A recording of the traffic begins, by {who}")
+        self._deed = self._journal.begin_deed(f"Recording of the traffic, {path.name}", who)
         return self.now
 
     def stop(self, who: str) -> None:
-        """Record nothing that comes from now on.
+        """Record nothing that comes from now on; who asks again does not wait for those who are still inside.
 
         Raises:
             ApiError: 409, nothing is recorded.
         """
         if self.now is None:
             raise ApiError(409, "No recording is being written.", code="not_recording")
-        # Who stops it a second time does not want to wait for those who are still inside.
+        if self.now.ends_as is not None and self.now.num_inside:
+            self.now.ends_as += f" and {who} did not wait"
         self.now.finish(f"{who} stopped it", at_once=self.now.ends_as is not None)
         self._wake.set()
 
@@ -134,7 +137,7 @@ class TrafficRecorder:
         """
         return await self._on_disk(self._path(name).read_bytes)
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, who: str) -> None:
         """Delete a recording.
 
         Raises:
@@ -144,7 +147,15 @@ class TrafficRecorder:
         if self.now is not None and self.now.path == path:
             raise ApiError(409, "That recording is being written; stop it first.", code="is_recording")
         await self._on_disk(path.unlink)
-        log.info("the recording %s was deleted", name)
+        self._journal.begin_deed(f"Recording {name} deleted", who, outcome="done")
+        log.info("%s deleted the recording %s", who, name)
+
+    @property
+    def last(self) -> str:
+        """How the one that ended last did, and what is not in it; empty where there was none since the start."""
+        if self.before is None:
+            return ""
+        return f"{self.before.path.name} {_end_of(self.before)}"
 
     @property
     def problem(self) -> str | None:
@@ -172,7 +183,10 @@ class TrafficRecorder:
         """Write, and end it where it is at its end."""
         if trio.current_time() >= recording.until:
             recording.finish("its time was over")
-        is_complete, lines = recording.is_complete, recording.take()
+        is_complete = recording.is_complete
+        if is_complete:
+            recording.let_go()
+        lines = recording.take()
         try:
             if lines:
                 await trio.to_thread.run_sync(recording.write, lines, limiter=self._writer, abandon_on_cancel=True)
@@ -183,10 +197,9 @@ class TrafficRecorder:
             self._let_go(recording)
 
     def _let_go(self, recording: Recording) -> None:
-        number = numbers.plural(recording.num_requests, "request")
-        self.last = f"{recording.path.name} ended with {number}, as {recording.ends_as}."
-        self.now = None
+        self.now, self.before = None, recording
         self._journal.note("recording", f"The recording {self.last}")
+        self._journal.audit.mark_outcome(self._deed, _end_of(recording))
         log.info("the recording %s", self.last)
 
     def _there(self) -> Path:
@@ -208,6 +221,18 @@ class TrafficRecorder:
         except OSError as error:
             raise _unwritable(_told(error)) from None
         raise _unwritable(f"it has not answered for {DISK_SECONDS:g} s")
+
+
+def _end_of(recording: Recording) -> str:
+    """What is in it and what is not, in words."""
+    missing = {
+        "whose end was not waited for": recording.num_not_awaited,
+        "that left before the prompt was read": recording.num_left_out,
+        "that could not be written": recording.num_lost,
+    }
+    parts = [f"{numbers.plural(number, 'request')} {why}" for why, number in missing.items() if number]
+    ended = f"ended with {numbers.plural(recording.num_written, 'request')}, as {recording.ends_as}."
+    return f"{ended} Not in it: {', '.join(parts)}." if parts else ended
 
 
 def _told(error: OSError) -> str:

@@ -34,7 +34,9 @@ class Recording:
         who: started it.
         max_requests: it is full with so many.
         num_requests, num_bytes: of its lines, written or not.
+        num_written: lines that are on disk.
         num_left_out: requests that were refused or left before their prompt was counted; they are in no line.
+        num_not_awaited: those whose end was not waited for; they are in no line either.
         ends_as: why it takes no more requests; `None` while it does.
         waits_until: then, for those that came before.
     """
@@ -47,17 +49,25 @@ class Recording:
     max_requests: int
     num_requests: int = 0
     num_bytes: int = 0
+    num_written: int = 0
     num_left_out: int = 0
+    num_not_awaited: int = 0
     ends_as: str | None = None
     waits_until: float = math.inf
     _inside: set[int] = field(default_factory=set)
     _lines: list[bytes] = field(default_factory=list)
-    _num_written: int = 0
+    _num_over: int = 0  # for whose line there was no room
+    _written_bytes: int = 0
 
     @property
     def num_inside(self) -> int:
         """Requests that came within it and have not ended."""
         return len(self._inside)
+
+    @property
+    def num_lost(self) -> int:
+        """Requests that ended in time and are in no line, or in one that is not on disk."""
+        return self.num_requests + self._num_over - self.num_written
 
     @property
     def is_complete(self) -> bool:
@@ -82,6 +92,7 @@ class Recording:
             return
         line = line_of(ending, self.began)
         if self.num_bytes + len(line) > MAX_BYTES:
+            self._num_over = 1
             self.finish(FULL, at_once=True)
             return
         self._lines.append(line)
@@ -95,7 +106,12 @@ class Recording:
         if self.ends_as is None:
             self.ends_as, self.waits_until = why, trio.current_time() + LAST_SECONDS
         if at_once:
-            self._inside.clear()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Wait for nobody's end any more, and count whose that are."""
+        self.num_not_awaited += len(self._inside)
+        self._inside.clear()
 
     def take(self) -> bytes:
         """The lines that are not written yet; whoever takes them brings them to the disk."""
@@ -108,5 +124,6 @@ class Recording:
         Raises:
             OSError: it does not take them.
         """
-        append(self.path, lines, self._num_written)
-        self._num_written += len(lines)
+        append(self.path, lines, self._written_bytes)
+        self._written_bytes += len(lines)
+        self.num_written += lines.count(b"\n")

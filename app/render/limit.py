@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from app.limit.against import against_lines
+from app.limit.bounds import bound_words
 from app.limit.remarks import NAMES
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.tune_words import tune_lines, verdict_lines
@@ -30,7 +31,7 @@ ENDS: Final = {
     "late": ("It ran out of time", "bad"),
     "shutdown": ("The server ended", ""),
 }
-MAX_SHOWN: Final = 300  # characters of what a process said
+MAX_SHOWN: Final = 500  # characters of what a process said
 ENOUGH: Final = WANTED_SAMPLES[95]
 
 
@@ -89,14 +90,18 @@ def outcome_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
         return {"end": None}
     heading, level = ENDS.get(told["end"], ("", ""))
     result = told["result"]
+    limit = result["limit"] if result is not None else None
     return {
+        "id": told["id"],
         "end": told["end"],
         "heading": heading,
         "level": level,
         "why": told["why"][:MAX_SHOWN],
-        "tiles": _tiles(result, told["asked"]) if result is not None and result["limit"] is not None else [],
+        "tiles": _tiles(result, told["asked"]) if limit is not None else [],
+        "bound_by": limit["bound_by"].partition(":")[0] if limit is not None else "",
+        "bound": bound_words(limit["bound_by"]) if limit is not None else "",
         "remarks": [*told["remarks"], *(result["remarks"] if result is not None else [])],
-        "few": told["result"] is None and bool(told["curve"]),
+        "few": told["result"] is None and any(told[name] for name in ("curve", "tried", "capacity", "single_user")),
         "tuned": _tuned(told["id"], result.get("tune")) if result is not None else None,
     }
 

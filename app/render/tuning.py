@@ -147,7 +147,9 @@ def list_history(effective: Mapping[str, Any], generation: int, entries: Sequenc
         rows.append({
             "generation": entry.generation,
             "entry": entry,
-            "current": not rows,
+            "current": not entry.deed and not any(row["current"] for row in rows),
+            "deed": entry.deed,
+            "outcome": entry.outcome,
             "time": _clock(entry.time),
             "time_iso": entry.time,
             "who": entry.who,
@@ -159,10 +161,13 @@ def list_history(effective: Mapping[str, Any], generation: int, entries: Sequenc
             "effect": None,
         })  # fmt: skip
         values.update((key, old) for key, (old, _) in entry.changes.items() if key in values)
+    first = next((entry for entry in entries if not entry.deed), None)
     rows.append({
-        "generation": entries[0].generation - 1 if entries else generation,
+        "generation": generation if first is None else first.generation - 1,
         "entry": None,
-        "current": not entries,
+        "current": first is None,
+        "deed": None,
+        "outcome": None,
         "time": None,
         "time_iso": None,
         "who": "at the start",

@@ -18,7 +18,7 @@ from app.audit import AuditEntry, make_id, timestamp
 from app.journal import journal as journal_module
 from app.journal import store as store_module
 from app.journal.events import Event
-from app.journal.journal import MAX_UNWRITTEN_ROWS, Journal, open_journal
+from app.journal.journal import LEFT_OPEN, MAX_UNWRITTEN_ROWS, Journal, open_journal
 from app.journal.reading import Question, choose_step, read_rows
 from app.journal.rows import COLUMNS, COUNTS, LEVELS, PEAKS, PERCENTILES
 from app.journal.series import make_series, mean
@@ -193,6 +193,22 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkey
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         assert database.execute("PRAGMA user_version").fetchone() == (len(store_module.MIGRATIONS) - 1,)
         assert not database.execute("SELECT name FROM sqlite_master WHERE name = 'notes'").fetchall()
+
+
+async def test_a_deed_and_its_end_outlive_the_process_and_one_without_an_end_is_given_one(tmp_path: Path) -> None:
+    async with open_journal(tmp_path) as journal:
+        journal.audit.add(change(8, 1))
+        done, _ = journal.begin_deed("A search", "me"), journal.begin_deed("A recording \ud800", "you")
+        await journal.flush()
+        journal.audit.mark_outcome(done, "it was found")
+    async with open_journal(tmp_path) as journal:
+        _, search, recording = journal.audit.entries
+        assert (search.generation, search.who, search.deed, search.outcome) == (1, "me", "A search", "it was found")
+        assert (recording.deed, recording.outcome) == ("A recording ?", LEFT_OPEN)
+        assert recording.effective == {"max_num_seqs": 8}, "what held then"
+        assert "A search" not in " ".join(event.text for event in journal.events)
+    async with open_journal(tmp_path) as journal:
+        assert journal.audit.entries[-1].outcome == LEFT_OPEN
 
 
 async def test_changes_and_events_outlive_the_process(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from app.journal.journal import open_journal
 from app.limit_page import child, service
 from app.limit_page.kept import KeptSearches
 from app.limit_page.service import LimitSearches
+from app.limit_page.wish import MAX_MIX
 from app.recording.recorder import open_recorder
 from tests.app.limit_lines import RUNS, progress_line, result_of, run_at, run_line, whole_script, wish, write_script
 from tests.app.serving import CHAT, chat_body, make_settings, open_server
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 HTML = {"Accept": "text/html"}
 HOSTILE = "<img src=x onerror=alert(1)>"
 ADMIN = {"Authorization": "Bearer letmein"}
+PATIENCE_SECONDS = 60.0
 LOST = result_of([run_at(4.0, 9.0)])
 
 
@@ -60,7 +63,7 @@ async def search(server: Server, **headers: str) -> dict[str, Any]:
 
 async def until(server: Server, condition: str, **headers: str) -> dict[str, Any]:
     """Wait until that is so of the search, which is `it`."""
-    with trio.fail_after(15):
+    with trio.fail_after(PATIENCE_SECONDS):
         while not eval(condition, {"it": (told := await search(server, **headers))}):
             await trio.sleep(0.01)
     return told
@@ -97,6 +100,7 @@ async def test_a_search_is_seen_growing_and_what_came_of_it_outlives_the_server(
         for words in (
             "Operating limit 5.80 requests/s between 5.80 and 6.09",
             "Bound by sequences beyond it first tokens come too late",
+            "Bound by sequences. Nearly all seats (max_num_seqs) were taken, and whoever came waited for one.",
             "Users at once 131",
             "One user alone 200 ms to the first token",
             "8.00 no: first tokens come too late 9.00 s 100 ms 10.0 s 400 0",
@@ -108,7 +112,7 @@ async def test_a_search_is_seen_growing_and_what_came_of_it_outlives_the_server(
         assert events[1] == "A search for the limit begins, by 127.0.0.1: azure-conversation"
         assert events[0] == "The search for the limit ended: 5.80 requests/s (5.80 to 6.09), bound by sequences"
     async with serve(tmp_path, script) as server:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while not (answer := (await server.client.get("/ops/limit.json")).json())["kept"]:
                 await trio.sleep(0.01)
         assert answer["search"] is None
@@ -157,7 +161,7 @@ async def test_while_users_are_served_it_is_refused_with_their_number(tmp_path: 
     async with serve(tmp_path, whole_script(), limits={"max_num_seqs": 1}) as server, trio.open_nursery() as nursery:
         for _ in range(2):
             nursery.start_soon(partial(server.client.post, CHAT, json=chat_body(max_tokens=400, ignore_eos=True)))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while server.engine.num_running + server.engine.num_waiting < 2:
                 await trio.sleep(0.001)
         answer = await server.client.post("/ops/limit", json=wish())
@@ -195,6 +199,99 @@ async def test_a_user_who_comes_ends_it_and_what_was_measured_is_kept(tmp_path: 
         page = plain((await server.client.get("/ops/limit", headers=HTML | ADMIN)).text)
         assert "It ended: users came." in page
         assert "What it had measured by then is below" in page
+        assert "Begin it again when they have gone, or let it run beside users, as background work" in page
+        (entry,) = (await server.client.get("/admin/audit", headers=ADMIN)).json()
+        assert (entry["who"], entry["deed"], entry["changes"]) == (
+            "admin",
+            "Search for the limit: azure-conversation",
+            {},
+        )
+        assert entry["outcome"].startswith("It ended: users came: After ")
+        again = await server.client.get("/ops/limit", params={"again": told["id"]}, headers=HTML | ADMIN)
+        assert 'name="ttft_p95_seconds" value="2"' in again.text
+        assert 'name="duration" value="480"' in again.text
+
+
+@pytest.mark.parametrize("measured", [2, 3])
+async def test_what_was_measured_before_the_first_rate_is_kept_too_and_before_its_end_is_told(
+    tmp_path: Path, measured: int
+) -> None:
+    script = [*whole_script()[:measured], progress_line(4.0, 1), {"wait": str(tmp_path / "never")}]
+    kept = SlowlyKept(tmp_path / "limits")
+    async with serve(tmp_path, script, kept=kept) as server:
+        search_id = await start(server)
+        await until(server, "it['trying']['ended'] == 1")
+        await server.client.post("/ops/limit/stop")
+        with trio.fail_after(PATIENCE_SECONDS):
+            while not kept.begun:
+                await trio.sleep(0.001)
+        assert (await search(server))["end"] is None, "it is not on disk yet"
+        refused = await server.client.post("/ops/limit", json=wish())
+        assert refused.json()["error"]["code"] == "is_searching"
+        kept.goes_on.set()
+        await until(server, "it['end'] == 'stopped'")
+        assert [one["id"] for one in (await server.client.get("/ops/limit.json")).json()["kept"]] == [search_id]
+        (entry,) = (await server.client.get("/admin/audit")).json()
+        assert entry["outcome"] == "It was stopped: By 127.0.0.1"
+
+
+class SlowlyKept(KeptSearches):
+    """A disk that takes a search only when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun, self.goes_on = False, threading.Event()
+
+    def keep(self, told: dict[str, Any]) -> None:
+        self.begun = True
+        assert self.goes_on.wait(PATIENCE_SECONDS)
+        super().keep(told)
+
+
+async def test_a_search_of_which_nothing_is_kept_can_be_forgotten_and_that_is_in_the_history(tmp_path: Path) -> None:
+    async with serve(tmp_path, [{"exit": 1, "error": "relevo: no luck"}]) as server:
+        search_id = await start(server)
+        await until(server, "it['end']")
+        assert not (tmp_path / "limits").exists()
+        assert (await server.client.delete(f"/ops/limit/{search_id}")).json()["deleted"]
+        assert (await server.client.get("/ops/limit.json")).json()["search"] is None
+        assert (await server.client.delete(f"/ops/limit/{search_id}")).status_code == 404
+        entries = (await server.client.get("/admin/audit")).json()
+        assert [(entry["deed"], entry["outcome"]) for entry in entries] == [
+            ("Search for the limit: azure-conversation", "It failed: no luck"),
+            (f"Search for the limit {search_id} forgotten", "done"),
+        ]
+
+
+async def test_what_is_asked_again_is_what_was_asked_but_for_a_recording_that_is_gone(tmp_path: Path) -> None:
+    mix = '[[class]]\nname = "a"\nshare = 1\nprompt_tokens = 5\noutput_tokens = 5\n'
+    asked = {"workload": "mix", "mix": mix, "factor": 2.5, "itl_p95_seconds": None, "note": "as before", "tune": True}
+    async with serve(tmp_path, [{"exit": 1, "error": ""}]) as server:
+        first = await start(server, **asked)
+        told = await until(server, "it['end']")
+        page = (await server.client.get("/ops/limit", params={"again": first}, headers=HTML)).text
+        for part in (
+            '<option value="mix" selected>', 'name="factor" value="2.5"', 'name="note" value="as before"',
+            'name="itl_p95_seconds" value=""', 'name="tune" checked', "name = &#34;a&#34;",
+        ):  # fmt: skip
+            assert part in page, part
+        assert 'name="beside_users" checked' not in page
+        kept = {**told, "id": "20261130T090000Z-00000000", "asked": {**told["asked"], "workload": "recording:gone"}}
+        KeptSearches(tmp_path / "limits").keep(kept)
+        page = (await server.client.get("/ops/limit", params={"again": kept["id"]}, headers=HTML)).text
+        assert re.search(r'id="workload-error" role="alert">recording:gone is not there any more', page)
+        assert (await server.client.get("/ops/limit", params={"again": "x"}, headers=HTML)).status_code == 404
+
+
+async def test_names_that_turn_words_around_are_shown_as_they_are_written(tmp_path: Path) -> None:
+    result = result_of() | {"remarks": ["of \u202eevil\u2066\x1b[31m"]}
+    async with serve(tmp_path, [{"say": {"event": "result", "result": result}}]) as server:
+        search_id = await start(server)
+        assert (await until(server, "it['end']"))["result"]["remarks"] == result["remarks"]
+        for path in ("/ops/limit", f"/ops/limit/{search_id}"):
+            page = (await server.client.get(path, headers=HTML)).text
+            assert r"of \u202eevil\u2066\x1b[31m" in page
+            assert "\u202e" not in page
 
 
 async def test_beside_users_it_is_background_work_and_says_so(tmp_path: Path) -> None:
@@ -229,7 +326,7 @@ async def test_its_own_requests_do_not_end_it_and_its_key_opens_what_it_needs_al
     async with serve(tmp_path, script, settings=make_settings(security=security)) as server:
         searches = server.context.searches
         searches.start(searches_wish(), server.url, "me")
-        with trio.fail_after(15):
+        with trio.fail_after(PATIENCE_SECONDS):
             while not seen or not seen[-1].startswith("/admin/keys"):
                 await searches.changed.wait()
                 assert searches.search is not None
@@ -244,7 +341,7 @@ async def test_its_own_requests_do_not_end_it_and_its_key_opens_what_it_needs_al
         assert [key["name"] for key in listed["keys"]] == (["alice"] if closed else [])
         assert listed["key_needed"] is closed
         (tmp_path / "go").touch()
-        with trio.fail_after(15):
+        with trio.fail_after(PATIENCE_SECONDS):
             while searches.running is not None:
                 await searches.changed.wait()
         assert searches.search is not None
@@ -432,7 +529,8 @@ async def test_settings_that_tuning_found_are_applied_like_any_change(tmp_path: 
         assert "Apply: Seats 4 → 6" in plain(raw)
         done = await server.client.post(f"/ops/limit/{search_id}/apply", headers=HTML)
         assert (done.status_code, done.headers["location"]) == (303, "/admin?held=1")
-        entry = (await server.client.get("/admin/audit")).json()[0]
+        looked, entry = (await server.client.get("/admin/audit")).json()
+        assert looked["deed"] == "Search for the limit: azure-conversation, better settings too"
         assert entry["changes"] == {"max_num_seqs": [4, 6]}  # and nothing that is no live setting
         assert entry["reason"].startswith("found by the search for the limit of ")
         undone = await server.client.patch("/admin/config", json={"restore": "previous"})
@@ -480,10 +578,7 @@ async def test_a_disk_that_takes_nothing_is_told_of(tmp_path: Path) -> None:
     async with serve(tmp_path, whole_script()) as server:
         await start(server)
         await until(server, "it['end']")
-        with trio.fail_after(5):
-            while not (problem := (await server.client.get("/ops/limit.json")).json()["problem"]):
-                await trio.sleep(0.01)
-        assert "not kept" in problem
+        assert "not kept" in (await server.client.get("/ops/limit.json")).json()["problem"]
         assert "not kept" in (await server.client.get("/ops/limit", headers=HTML)).text
 
 
@@ -521,8 +616,9 @@ def test_the_oldest_are_let_go_and_damaged_ones_are_left_out(tmp_path: Path) -> 
 async def test_what_cannot_be_looked_for_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
     async with serve(tmp_path, []) as server:
         answer = await server.client.post("/ops/limit", json=wish(**fields))
-        assert (answer.status_code, answer.json()["error"]["param"]) == (422, param)
-        assert "relevo-mix" not in answer.text
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (422, param)
+        assert not re.search("should|valid integer|equal to", error["message"])
         assert server.context.searches.search is None
 
 
@@ -543,6 +639,16 @@ async def test_a_form_says_what_is_wrong_beside_the_field(tmp_path: Path) -> Non
         asked = told["asked"]
         assert (asked["workload"], asked["ttft_p95_seconds"], asked["itl_p95_seconds"]) == ("azure-code", 2, None)
         assert (asked["duration"], asked["beside_users"], asked["mix"]) == (None, False, None)
+
+
+async def test_the_longest_mix_that_may_be_fits_into_a_form_and_none_is_no_target(tmp_path: Path) -> None:
+    mix = '[[class]]\r\nname = "a"\r\nshare = 1\r\nprompt_tokens = 5\r\noutput_tokens = 5\r\ne2e_p95_seconds = 9\r\n#'
+    mix += "ä" * (MAX_MIX - len(mix.replace("\r\n", "\n")))
+    async with serve(tmp_path, [{"exit": 1, "error": ""}]) as server:
+        done = await server.client.post("/ops/limit", data={"workload": "mix", "mix": mix, "ttft_p95_seconds": "none"})
+        assert done.status_code == 303, plain(done.text)
+        asked = (await until(server, "it['end']"))["asked"]
+        assert (asked["mix"], asked["ttft_p95_seconds"]) == (mix.replace("\r\n", "\n"), None)
 
 
 async def test_only_who_may_tune_may_search(tmp_path: Path) -> None:
@@ -569,7 +675,7 @@ async def test_the_stream_brings_what_has_changed_and_says_good_bye(tmp_path: Pa
     script = [{"wait": str(tmp_path / "go")}, *whole_script()]
     async with serve(tmp_path, script) as server, httpx.AsyncClient(base_url=server.url, timeout=10) as client:
         seen: list[str] = []
-        with trio.fail_after(15):
+        with trio.fail_after(PATIENCE_SECONDS):
             async with client.stream("GET", "/ops/limit/events?busy=0") as stream:
                 async for line in stream.aiter_lines():
                     if line.startswith("event: "):

@@ -133,6 +133,58 @@ async def test_who_was_inside_when_it_was_stopped_is_waited_for_and_who_comes_th
         assert "ended with 1 request, as 127.0.0.1 stopped it." in (await view(server))["last"]
 
 
+async def test_who_stops_it_again_does_not_wait_and_is_told_whom_it_lacks(tmp_path: Path) -> None:
+    async with serve(tmp_path, step_seconds=0.01) as server, trio.open_nursery() as nursery:
+        name = await begin(server)
+        await server.client.post(CHAT, json=chat_body(max_tokens=1))
+        for _ in range(2):
+            nursery.start_soon(partial(server.client.post, CHAT, json=chat_body(max_tokens=400, ignore_eos=True)))
+        await wait_for(lambda: server.engine.num_running == 2)
+        await server.client.post(f"{URL}/stop")
+        page = (await server.client.get(URL, headers=HTML)).text
+        assert "End it now" in page
+        assert "Whoever is open then is in no line." in page
+        await finish(server)
+        found = await view(server)
+        why = "127.0.0.1 stopped it and 127.0.0.1 did not wait"
+        assert found["last"] == (
+            f"{name} ended with 1 request, as {why}. Not in it: 2 requests whose end was not waited for."
+        )
+        assert found["ended"] == {
+            "name": name, "who": "127.0.0.1", "ends_as": why, "requests": 1, "left_out": 0, "not_awaited": 2, "lost": 0,
+        }  # fmt: skip
+        page = (await server.client.get(URL, headers=HTML)).text
+        assert "Not in it: 2 requests whose end was not waited for." in page
+        assert len(await lines(server, name)) == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_operators_do_with_recordings_is_in_their_history(tmp_path: Path) -> None:
+    settings = make_settings(security={"api_keys": ["alice=k"], "admin_token": "t"})
+    async with serve(tmp_path, settings=settings) as server:
+        server.client.headers["Authorization"] = "Bearer t"
+        assert (await server.client.patch("/admin/config", json={"max_num_seqs": 3})).status_code == 200
+        name = await begin(server)
+
+        async def deeds() -> list[tuple[Any, ...]]:
+            entries = (await server.client.get("/admin/audit")).json()
+            assert [entry["generation"] for entry in entries] == [1] * len(entries)
+            return [(entry["who"], entry["deed"], entry["outcome"]) for entry in entries[1:]]
+
+        assert await deeds() == [("admin", f"Recording of the traffic, {name}", None)]
+        page = (await server.client.get("/admin", headers=HTML)).text
+        assert page.count("Revert to this") == 1, "to the start, and not to what holds now"
+        assert "admin · goes on" in page
+        await finish(server)
+        await server.client.delete(f"{URL}/{name}")
+        assert await deeds() == [
+            ("admin", f"Recording of the traffic, {name}", "ended with 0 requests, as admin stopped it."),
+            ("admin", f"Recording {name} deleted", "done"),
+        ]
+        undone = await server.client.patch("/admin/config", json={"restore": "previous"})
+        assert undone.json()["effective"]["max_num_seqs"] == 4, "a deed is no change that could be taken back"
+
+
 async def test_a_recording_that_is_full_ends_with_those_it_took(tmp_path: Path) -> None:
     async with serve(tmp_path) as server:
         name = await begin(server, max_requests=2)
@@ -172,6 +224,7 @@ async def test_a_recording_has_no_more_bytes_than_it_may(tmp_path: Path, monkeyp
         recording.ended(number, ending())
     assert 800 < len(recording.take()) == recording.num_bytes <= 1000
     assert (recording.ends_as, recording.is_complete) == ("it is full", True)
+    assert recording.num_lost == recording.num_requests + 1, "nothing is written yet, and there was no room for one"
 
 
 async def test_lines_that_the_disk_does_not_take_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +295,7 @@ async def test_a_disk_that_is_full_ends_the_recording_and_no_request(
         monkeypatch.undo()
         page = (await server.client.get(URL, headers=HTML)).text
         told = [event.text for event in server.context.journal.events if event.kind == "recording"]
-    assert "the disk does not take it: no space left on device" in page
+    assert "the disk does not take it: no space left on device. Not in it: 1 request that could not be written." in page
     assert "the disk does not take it: no space left on device" in told[-1]
     assert (tmp_path / FOLDER / name).read_bytes() == whole, "half of a line is not left there"
 

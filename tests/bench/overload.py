@@ -41,6 +41,7 @@ PROBE_SECONDS: Final = 0.1
 SHARES: Final = (0.6, 0.8, 1.0)
 OVERLOAD: Final = 3.0
 REFUSED: Final = "HTTP 503"
+REFUSED_SECONDS: Final = 0.5  # that a stream waits with its next request while the capacity is measured
 SEED: Final = 1
 
 
@@ -86,7 +87,9 @@ class Client:
             while True:
                 call = Call(time.perf_counter())
                 await self._send(call, self._request())
-                if not call.is_refused:
+                if call.is_refused:
+                    await asyncio.sleep(REFUSED_SECONDS)
+                else:
                     ended.append(time.perf_counter())
 
         streams = [asyncio.create_task(stream()) for _ in range(2 * self._options.seats)]
@@ -119,10 +122,12 @@ class Client:
             due += PROBE_SECONDS
             await asyncio.sleep(due - time.perf_counter())
             reader, writer = await asyncio.open_connection(HOST, self._port)
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode())
-            head = await reader.readline()
-            times.append(time.perf_counter() - due)
-            writer.close()
+            try:
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode())
+                head = await reader.readline()
+                times.append(time.perf_counter() - due)
+            finally:
+                writer.close()
             if b" 200 " not in head:
                 raise SystemExit(f"{path} answered {head!r}")
 

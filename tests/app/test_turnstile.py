@@ -1,0 +1,96 @@
+"""Newcomers come in one by one, however many there are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import trio
+
+from app import server as app_server
+from app.http import create_app
+from app.turnstile import Turnstile
+from tests.app.serving import open_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from app.http import Context
+
+
+class Rounds(trio.abc.Instrument):
+    """Counts the rounds of the event loop."""
+
+    number = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.number += 1
+
+
+@pytest.fixture
+async def rounds() -> AsyncIterator[Rounds]:
+    counter = Rounds()
+    trio.lowlevel.add_instrument(counter)
+    yield counter
+    trio.lowlevel.remove_instrument(counter)
+
+
+async def test_one_passes_in_a_round_and_in_order(rounds: Rounds) -> None:
+    turnstile = Turnstile()
+    passed: list[tuple[int, int]] = []
+
+    async def pass_through(number: int) -> None:
+        await turnstile.turn()
+        passed.append((rounds.number, number))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(20):
+            nursery.start_soon(pass_through, number)
+            await trio.sleep(0)  # trio begins the tasks of one round in any order
+    assert [number for _, number in passed] == [*range(20)]
+    assert len({round_ for round_, _ in passed}) == 20
+
+
+async def test_who_gives_up_lets_the_next_pass() -> None:
+    turnstile = Turnstile()
+    passed: list[int] = []
+
+    async def pass_through(number: int) -> None:
+        with trio.CancelScope() as scope:
+            if number % 2:
+                scope.cancel()
+            await turnstile.turn()
+            passed.append(number)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(10):
+            nursery.start_soon(pass_through, number)
+    assert sorted(passed) == [0, 2, 4, 6, 8]
+
+
+async def test_of_many_requests_that_come_at_once_one_begins_in_a_round(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    def create(context: Context) -> Any:
+        app = create_app(context)
+
+        async def note(scope: Any, *args: Any) -> None:
+            if scope["type"] == "http":
+                begun.append(rounds.number)
+            await app(scope, *args)
+
+        return note
+
+    monkeypatch.setattr(app_server, "create_app", create)
+    async with open_server() as server, httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+
+        async def ask() -> None:
+            assert (await client.get("/healthz")).status_code == 200
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(40):
+                nursery.start_soon(ask)
+    assert len(begun) == len(set(begun)) == 40

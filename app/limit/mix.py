@@ -78,11 +78,11 @@ class ClassTable(Section):
     """One `[[class]]`."""
 
     name: Name = setting(..., "", "what its figures are called", takes="a text that can be shown, not empty")
-    share: float = setting(..., "", "of all requests, in proportion to the others'", gt=0, le=1e6)
+    share: float = setting(..., "", "of all requests, in proportion to the others'", gt=0, le=10_000)
     workload: WorkloadName = setting(None, "", "whose lengths it has", takes=", ".join(WORKLOADS))
     prompt_tokens: Tokens = setting((), "tokens", "of its prompts", takes=TOKENS)
     output_tokens: Tokens = setting((), "tokens", "of its answers", takes=TOKENS)
-    factor: float = setting(1.0, "", "its lengths are divided by it", gt=0, le=1e6)
+    factor: float = setting(1.0, "", "its lengths are divided by it", gt=0, le=10_000)
     ttft_p95_seconds: float | None = _seconds("first tokens")
     itl_p95_seconds: float | None = _seconds("gaps between tokens")
     e2e_p95_seconds: float | None = _seconds("whole answers")

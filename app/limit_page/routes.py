@@ -167,8 +167,8 @@ class LimitPage:
 
     async def draw_one(self, told: Mapping[str, Any]) -> Response:
         """One search."""
-        shared = self._shared()
-        return await self._context.drawing.page(self._one, lambda: shared | limit.one_variables(plain_of(told)))
+        shared, limits = self._shared(), self._context.engine.limits
+        return await self._context.drawing.page(self._one, lambda: shared | limit.one_variables(plain_of(told), limits))
 
     async def draw_two(self, ids: list[str]) -> Response:
         """Two side by side, the older one pale.
@@ -179,10 +179,10 @@ class LimitPage:
         if len({*ids}) != 2:
             raise ApiError(400, "Choose two searches to compare.", param="id", code="invalid_value")
         older, newer = [await self._searches.read(search_id) for search_id in sorted({*ids})]
-        shared = self._shared()
+        shared, limits = self._shared(), self._context.engine.limits
 
         def make() -> dict[str, Any]:
-            return shared | limit.two_variables(plain_of(newer), plain_of(older))
+            return shared | limit.two_variables(plain_of(newer), plain_of(older), limits)
 
         return await self._context.drawing.page(self._one, make)
 

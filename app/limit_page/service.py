@@ -255,8 +255,8 @@ class LimitSearches:
         return {f"RELEVO_SLO_BACKGROUND_{name.upper()}": str(value or "none") for name, value in targets.items()}
 
     def _outcome(self, search: Search, code: int, said: str) -> tuple[str, str]:
-        """How it ended and why. A result that came all the same goes before that, unless it was cut off."""
-        if search.result is not None and not (self._end[0] and search.result.get("unfinished")):
+        """How it ended and why. A result that came all the same goes before what was asked of it."""
+        if search.result is not None:
             return ("found", "") if search.limit is not None else ("none", str(search.result["why"]))
         if self._end[0]:
             return self._end

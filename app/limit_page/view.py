@@ -39,9 +39,9 @@ RUNS: Final = ("curve", "tried", "capacity", "single_user")
 LEAST_SECONDS: Final = 0.25
 TARGET_TITLES: Final = dict(zip(TARGETS, ("First token", "Between tokens", "Whole answer"), strict=True))
 NUMBERS: Final = (
-    ("duration", "Seconds to take", f"{DEFAULT_SECONDS:g}"),
-    ("repeats", "Seeds tried", "3"),
-    ("factor", "Divide lengths by", "what fits"),
+    ("duration", limit.FIELDS["--duration"], f"{DEFAULT_SECONDS:g}"),
+    ("repeats", limit.FIELDS["--repeats"], "3"),
+    ("factor", limit.FIELDS["--factor"], "what fits"),
     ("think_time", "A user thinks, s", "unknown"),
     ("price_per_hour", "Price an hour", "unknown"),
 )
@@ -89,7 +89,11 @@ class LimitView:
             "clock": numbers.clock(self._searches.wall()),
             "control": self._part("control", (which, stopping), lambda: limit.control_variables(shown())),
             "progress": self._part("progress", (which, now), lambda: limit.progress_variables(shown())),
-            "outcome": self._part("outcome", which, lambda: limit.outcome_variables(shown())),
+            "outcome": self._part(
+                "outcome",
+                (which, self._engine.limits.generation),
+                lambda: limit.outcome_variables(shown(), self._engine.limits),
+            ),
             "curve": self._part("curve", (which, num_runs, tried), lambda: limit.curve_variables(shown())),
             "runs": self._part("runs", (which, num_runs), lambda: limit.run_variables(shown())),
             "kept": self._part(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from markupsafe import Markup
 
+    from engine.config import Limits
+
 LATENCIES: Final = {"ttft": "First token", "itl": "Between tokens", "e2e": "End to end"}
 # Of a search that ended without a limit: its heading, and how bad that is.
 ENDS: Final = {
@@ -31,6 +33,8 @@ ENDS: Final = {
     "late": ("It ran out of time", "bad"),
     "shutdown": ("The server ended", ""),
 }
+# What the page calls flags of the command.
+FIELDS: Final = {"--duration": "Seconds to take", "--factor": "Divide lengths by", "--repeats": "Seeds tried"}
 MAX_SHOWN: Final = 500  # characters of what a process said
 ENOUGH: Final = WANTED_SAMPLES[95]
 
@@ -84,8 +88,12 @@ def progress_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def outcome_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
-    """How it ended: the limit in tiles, or in words why there is none."""
+def outcome_variables(told: Mapping[str, Any] | None, limits: Limits) -> dict[str, Any]:
+    """How it ended: the limit in tiles, or in words why there is none.
+
+    Args:
+        limits: what holds now.
+    """
     if told is None or told["end"] is None:
         return {"end": None}
     heading, level = ENDS.get(told["end"], ("", ""))
@@ -96,25 +104,34 @@ def outcome_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
         "end": told["end"],
         "heading": heading,
         "level": level,
-        "why": told["why"][:MAX_SHOWN],
+        "why": _for_a_form(told["why"])[:MAX_SHOWN],
         "tiles": _tiles(result, told["asked"]) if limit is not None else [],
         "bound_by": limit["bound_by"].partition(":")[0] if limit is not None else "",
         "bound": bound_words(limit["bound_by"]) if limit is not None else "",
-        "remarks": [*told["remarks"], *(result["remarks"] if result is not None else [])],
+        "remarks": [*told["remarks"], *(map(_for_a_form, result["remarks"]) if result is not None else [])],
         "few": told["result"] is None and any(told[name] for name in ("curve", "tried", "capacity", "single_user")),
-        "tuned": _tuned(told["id"], result.get("tune")) if result is not None else None,
+        "tuned": _tuned(told["id"], result.get("tune"), limits) if result is not None else None,
     }
 
 
-def _tuned(search_id: str, tune: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _for_a_form(remark: str) -> str:
+    """A remark of the command for somebody who has its form: flags are called as the fields are."""
+    for flag, field in FIELDS.items():
+        remark = remark.replace(flag, f"“{field}”")
+    return remark
+
+
+def _tuned(search_id: str, tune: Mapping[str, Any] | None, limits: Limits) -> dict[str, Any] | None:
     """What came of tuning: the verdict, the changes that would be for the better, and what was tried."""
     if tune is None:
         return None
     lines, verdict = tune_lines(tune), verdict_lines(tune)
+    changes = {name: pair for name, pair in tune["best"]["changes"].items() if name in KEYS}
     return {
         "id": search_id,
         "verdict": verdict[0],
-        "changes": list_changes({name: pair for name, pair in tune["best"]["changes"].items() if name in KEYS}),
+        "changes": list_changes(changes),
+        "holds": all(getattr(limits, name) == new for name, (_, new) in changes.items()),
         "tried": "\n".join(lines[: -len(verdict)]).strip("\n"),
     }
 
@@ -166,8 +183,8 @@ def kept_variables(briefs: Sequence[Mapping[str, Any]], problem: str) -> dict[st
     return {"kept": rows, "kept_problem": problem}
 
 
-def one_variables(told: Mapping[str, Any]) -> dict[str, Any]:
-    """A search that ended, or goes on."""
+def one_variables(told: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """A search that ended, or goes on; `limits` are what holds now."""
     return {
         "search": told["id"],
         "title": "A search for the limit",
@@ -175,19 +192,20 @@ def one_variables(told: Mapping[str, Any]) -> dict[str, Any]:
         "note": told["asked"]["note"],
         "comparison": [],
         "has_result": told["result"] is not None,
-        **outcome_variables(told),
+        **outcome_variables(told, limits),
         **curve_variables(told),
         **run_variables(told),
     }
 
 
-def two_variables(newer: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Any]:
+def two_variables(newer: Mapping[str, Any], older: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     """Two of them; the older one is drawn pale behind the newer."""
     now, then = newer["result"], older["result"]
     comparison = [f"Then: {end_words(older)}.", f"Now: {end_words(newer)}."]
-    return one_variables(newer) | {
+    return one_variables(newer, limits) | {
         "title": "Two searches",
         "comparison": comparison if now is None or then is None else against_lines(now, then),
+        "id": None,
         "older_note": older["asked"]["note"],
         "older_rows": run_variables(older)["rows"],
         **curve_variables(newer, older),

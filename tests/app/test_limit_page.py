@@ -533,6 +533,10 @@ async def test_settings_that_tuning_found_are_applied_like_any_change(tmp_path: 
         assert looked["deed"] == "Search for the limit: azure-conversation, better settings too"
         assert entry["changes"] == {"max_num_seqs": [4, 6]}  # and nothing that is no live setting
         assert entry["reason"].startswith("found by the search for the limit of ")
+        for path in ("/ops/limit", f"/ops/limit/{search_id}"):
+            page = (await server.client.get(path, headers=HTML)).text
+            assert "These settings hold now." in page
+            assert "/apply" not in page
         undone = await server.client.patch("/admin/config", json={"restore": "previous"})
         assert undone.json()["effective"]["max_num_seqs"] == 4
 

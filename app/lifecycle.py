@@ -6,9 +6,11 @@ import logging
 import os
 import select
 import signal
+import socket
+import threading
 from collections import deque
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
@@ -16,7 +18,6 @@ from app.logs import flush_logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
 
     from engine.engine import Engine
 
@@ -98,8 +99,7 @@ class Lifecycle:
         self, drain: Callable[[], object], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Call `drain` on the first SIGTERM or SIGINT and leave the process at once on the second."""
-        with trio.open_signal_receiver(*ENDING) as signals:
-            _heed_the_second()
+        with trio.open_signal_receiver(*ENDING) as signals, _heeding_the_second():
             task_status.started()
             async for number in signals:
                 log.info("%s: finishing what runs; a second signal ends it now", signal.Signals(number).name)
@@ -107,23 +107,43 @@ class Lifecycle:
                 drain()
 
 
-def _heed_the_second() -> None:
-    """Of the signals that trio receives the second ends the process at once, also where the event loop hangs.
+@contextmanager
+def _heeding_the_second() -> Iterator[None]:
+    """Of the signals in the body the second ends the process at once, also where the event loop hangs.
 
-    Trio sets the handlers back that were there before its own.
+    Python runs handlers on the main thread alone, between two of its instructions. Where it hangs in a system call that
+    is only once the call is interrupted; and while the first signal is on its way to the main thread the kernel hands
+    the second to another, which interrupts nothing. So a thread waits for what Python writes of every signal, whichever
+    thread took it, and passes it on to trio.
     """
-    receive: dict[int, Any] = {number: signal.getsignal(number) for number in ENDING}
-    num_received = 0
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_hear, args=(reader, before), name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal num_received
-        num_received += 1
-        if num_received > 1:
+
+def _hear(reader: socket.socket, relay: int) -> None:
+    """Take in the numbers of signals until the other end is closed.
+
+    Args:
+        relay: the descriptor that is told of each; -1 for none.
+    """
+    num_ending = 0
+    while numbers := reader.recv(64):
+        num_ending += sum(number in ENDING for number in numbers)
+        if num_ending > 1:
             leave_now(1, b"relevo: second signal, leaving now\n")
-        receive[number](number, frame)
-
-    for number in ENDING:
-        signal.signal(number, handle)
+        if relay != -1:
+            with suppress(BlockingIOError):  # full: who reads it is told already
+                os.write(relay, numbers)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from app.limit_page.service import LimitSearches
 from app.listening import open_listening_socket
 from app.server import make_context, run_http
 from tests.fakes import fake_config, open_fake_engine
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -71,7 +72,7 @@ class Server:
 
     async def settle(self) -> None:
         """Wait until nothing is open, and hold the engine to its books."""
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             await self.engine.wait_idle()
             while self.engine.snapshot()["requests"]["running"] or self.engine.snapshot()["requests"]["waiting"]:
                 await trio.sleep(0.001)
@@ -108,7 +109,7 @@ async def open_server(
             await nursery.start(run_http, context, listener)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             # To read the authorities' certificates takes longer than all else here, and nobody asks for one.
-            async with httpx.AsyncClient(base_url=url, timeout=10, verify=False) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS, verify=False) as client:
                 yield Server(url, context, client)
         context.lifecycle.stopped.set()
         nursery.cancel_scope.cancel()

@@ -12,8 +12,10 @@ import pytest
 import trio
 import trio.testing
 
+from app import guard
 from app.guard import LINGER_SECONDS, Guard
 from tests.app.serving import CHAT, Driver, chat_body, make_settings, open_app, open_server
+from tests.patience import PATIENCE_SECONDS
 
 BODY = json.dumps(chat_body(max_tokens=1)).encode()
 SECURITY: dict[str, Any] = {
@@ -42,7 +44,7 @@ def head_of(method: str, path: str, headers: dict[str, str], length: int = len(B
 async def read_answer(stream: trio.SocketStream) -> tuple[int, bytes]:
     """Status and head of an answer that says how long it is, read to its end."""
     received = b""
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE_SECONDS):
         while b"\r\n\r\n" not in received:
             received += await stream.receive_some(65536)
         head, _, body = received.partition(b"\r\n\r\n")
@@ -84,11 +86,18 @@ async def test_where_the_body_does_not_end_the_refusal_says_that_the_connection_
                     pass
 
 
+@pytest.fixture
+def _lingers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits until no more of a body comes does so for very long."""
+    monkeypatch.setattr(guard, "LINGER_SECONDS", 10 * PATIENCE_SECONDS)
+
+
 @pytest.mark.parametrize("sent", [b"", b"x" * 50_000, b"x" * 3_000_000], ids=["nothing", "a piece", "much"])
+@pytest.mark.usefixtures("_lingers")
 async def test_what_is_longer_than_a_body_may_be_is_refused_by_its_head(sent: bytes) -> None:
     """At once, whatever of it comes, and the answer reaches who is still sending."""
     async with open_server() as server, await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
-        with trio.fail_after(LINGER_SECONDS - 1):
+        with trio.fail_after(PATIENCE_SECONDS):
             await stream.send_all(head_of("POST", CHAT, {}, length=1 << 30) + sent)
             status, head = await read_answer(stream)
             assert (status, b"connection: close" in head) == (413, True)
@@ -100,6 +109,7 @@ WAITING = {"Expect": "100-continue"}
 
 
 @pytest.mark.parametrize(("wanted", "method", "path", "headers"), [*REFUSED, (413, "POST", CHAT, KEY)])
+@pytest.mark.usefixtures("_lingers")
 async def test_who_waits_with_the_body_is_refused_without_it(
     wanted: int, method: str, path: str, headers: dict[str, str]
 ) -> None:
@@ -107,16 +117,17 @@ async def test_who_waits_with_the_body_is_refused_without_it(
         await server.client.post(CHAT, json=chat_body(max_tokens=1), headers=SPENT)
         async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
             length = 1 << 30 if wanted == 413 else len(BODY)
-            with trio.fail_after(LINGER_SECONDS - 1):
+            with trio.fail_after(PATIENCE_SECONDS):
                 await stream.send_all(head_of(method, path, headers | WAITING, length))
                 status, head = await read_answer(stream)
                 assert (status, b"connection: close" in head) == (wanted, True)
                 assert await stream.receive_some(1) == b""
 
 
+@pytest.mark.usefixtures("_lingers")
 async def test_who_waits_with_the_body_is_asked_for_it_by_who_reads_it() -> None:
     async with open_server() as server, await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
-        with trio.fail_after(LINGER_SECONDS - 1):
+        with trio.fail_after(PATIENCE_SECONDS):
             for _ in range(2):
                 await stream.send_all(head_of("POST", CHAT, WAITING))
                 assert await stream.receive_some(65536) == b"HTTP/1.1 100 \r\n\r\n"
@@ -168,7 +179,7 @@ async def test_on_http2_the_rest_of_what_was_refused_ends_no_connection() -> Non
         async def until_ended(stream_id: int) -> None:
             await socket.send_all(connection.data_to_send())
             ended = False
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_SECONDS):
                 while not ended:
                     data = await socket.receive_some(65536)
                     assert data, "the connection was closed"

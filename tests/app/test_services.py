@@ -21,6 +21,7 @@ from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import SamplingParams
 from tests.app.serving import open_app
 from tests.fakes import FakeRunner, Poison
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -134,7 +135,7 @@ def test_an_event_loop_that_hangs_is_told_of_once_by_a_thread(
         return number
 
     with watching_loop(num_beats):
-        assert over.wait(20)
+        assert over.wait(PATIENCE_SECONDS)
     assert logged(caplog, "the event loop has hung for 0.005 s") == 1
     assert logged(caplog, "in num_beats") + logged(caplog, "in wait") >= 1, "where the threads are"
     assert logged(caplog, "the event loop goes on") == 1

@@ -17,6 +17,7 @@ from app.journal.reading import Question, read_rows
 from tests.app.serving import COMPLETIONS, Driver, make_settings, open_app, open_server
 from tests.app.test_journal import T0, row
 from tests.fakes import expected_output
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +51,7 @@ def hung_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def read(path: Path | None, unwritten: list[Row], question: Question) -> Answer:
         if path is not None:
-            answers.wait(20)
+            answers.wait(2 * PATIENCE_SECONDS)
         return read_rows(path, unwritten, question)
 
     monkeypatch.setattr(journal_module, "read_rows", read)
@@ -71,23 +72,26 @@ async def test_a_disk_that_does_not_answer_is_left_and_told(
         async def ask() -> None:
             found.append(await journal.ask(Question(T0, T0 + 10, 100)))
 
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE_SECONDS):
             async with trio.open_nursery() as nursery:
                 for _ in range(3 * MAX_READERS):
                     nursery.start_soon(ask)
         assert [[r[0] for r in answer.rows] for answer in found] == [[T0 + 1]] * (3 * MAX_READERS), "what memory has"
         assert "has not answered" in (journal.problem or "")
-        monkeypatch.setattr(journal_module, "READ_SECONDS", 10.0)
+        monkeypatch.setattr(journal_module, "READ_SECONDS", PATIENCE_SECONDS)
         hung_disk.set()
         answer = await journal.ask(Question(T0, T0 + 10, 100))
         assert [r[0] for r in answer.rows] == [T0, T0 + 1]
 
 
-async def test_who_leaves_does_not_wait_for_the_disk(tmp_path: Path, hung_disk: threading.Event) -> None:
+async def test_who_leaves_does_not_wait_for_the_disk(
+    tmp_path: Path, hung_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "READ_SECONDS", 10 * PATIENCE_SECONDS)
     async with open_journal(tmp_path) as journal:
         journal.put_row(row(T0))
         await journal.flush()
-        with trio.fail_after(2), trio.move_on_after(0.05) as scope:
+        with trio.fail_after(PATIENCE_SECONDS), trio.move_on_after(0.05) as scope:
             await journal.ask(Question(T0, T0 + 10, 100))
         assert scope.cancelled_caught
 
@@ -97,7 +101,7 @@ async def test_readers_that_hang_hold_nobody_else(
 ) -> None:
     """Over HTTP: the history is told from memory, the live pages and the answers as ever, and the server ends."""
     monkeypatch.setattr(journal_module, "READ_SECONDS", 0.05)
-    with trio.fail_after(8):
+    with trio.fail_after(PATIENCE_SECONDS):
         async with open_journal(tmp_path) as journal, open_server(journal=journal) as server:
             journal.put_row(row(T0))
             await journal.flush()

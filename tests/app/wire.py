@@ -16,6 +16,7 @@ import h2.settings
 import trio
 
 from tests.app.serving import CHAT
+from tests.patience import PATIENCE_SECONDS
 
 # What a client may have sent behind a request whose answer has not come yet.
 PIPELINED = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -49,7 +50,7 @@ class Http1Client:
         head = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
         await self.stream.send_all(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content + self._behind)
 
-    async def read_until(self, pattern: bytes, seconds: float = 5) -> None:
+    async def read_until(self, pattern: bytes, seconds: float = PATIENCE_SECONDS) -> None:
         """Read what comes until this is in it."""
         with trio.fail_after(seconds):
             while not re.search(pattern, self.received):
@@ -62,7 +63,7 @@ class Http1Client:
 
     async def read_to_end(self) -> None:
         """Read until the server has ended the connection."""
-        with trio.fail_after(5), suppress(trio.BrokenResourceError):
+        with trio.fail_after(PATIENCE_SECONDS), suppress(trio.BrokenResourceError):
             while await self.stream.receive_some(65536):
                 pass
 
@@ -114,7 +115,7 @@ class Http2Client(Http1Client):
 
     async def read_event(self, kind: type[h2.events.Event], stream_id: int = 1) -> None:
         """Read what comes until this has come."""
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while not any(isinstance(e, kind) and getattr(e, "stream_id", 0) == stream_id for e in self.events):
                 data = await self.stream.receive_some(65536)
                 assert data, self.events
@@ -172,7 +173,7 @@ def count_tasks() -> int:
     return below(root)
 
 
-async def wait_for(condition: Any, seconds: float = 5) -> None:
+async def wait_for(condition: Any, seconds: float = PATIENCE_SECONDS) -> None:
     with trio.fail_after(seconds):
         while not condition():
             await trio.sleep(0.001)

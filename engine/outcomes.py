@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.sequence import Sequence
 
 
-class _Launched(NamedTuple):
+class _StepAhead(NamedTuple):
     """A step under way, and the sequences for which it is computed for nothing although they live."""
 
     step: int
@@ -57,7 +57,7 @@ class Outcomes:
         self._outlook = outlook
         self._counters = counters
         self._finish = finish
-        self._under_way: deque[_Launched] = deque()
+        self._under_way: deque[_StepAhead] = deque()
 
     @property
     def is_any_under_way(self) -> bool:
@@ -72,7 +72,7 @@ class Outcomes:
         """
         if batch.drafts:
             raise ValueError(f"step {batch.step} has drafts, so nothing can be planned behind it")
-        self._under_way.append(_Launched(batch.step, set()))
+        self._under_way.append(_StepAhead(batch.step, set()))
         live = self._live
         for sequence_id, start, count, samples in zip(
             batch.sequence_ids, batch.starts, batch.counts, batch.samples, strict=True

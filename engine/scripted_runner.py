@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.stepper import Runner, Ticket
 
 
-class _Launched(NamedTuple):
+class _ScriptedStep(NamedTuple):
     """A step under way: its batch, the tokens that it is to end with by row, and what the runner knows it by."""
 
     batch: ScheduledBatch
@@ -52,7 +52,7 @@ class ScriptedRunner:
         """
         return self.collect(self.launch(batch))
 
-    def launch(self, batch: ScheduledBatch) -> _Launched:
+    def launch(self, batch: ScheduledBatch) -> _ScriptedStep:
         """Begin a step; raises as `execute` does."""
         if batch.drafts:
             raise ValueError("scripted answers have no drafts: set num_speculative_tokens to 0")
@@ -62,9 +62,9 @@ class ScriptedRunner:
                 raise ValueError(f"sequence {seated.sequence_id} has no stop token to end with")
             self._endings[seated.seat] = (last, min(seated.params.stop_token_ids))
         # Before the next step is launched, in which a seat may be another's.
-        return _Launched(batch, self._ends_of(batch), self._runner.launch(batch))
+        return _ScriptedStep(batch, self._ends_of(batch), self._runner.launch(batch))
 
-    def collect(self, ticket: _Launched) -> StepOutput:
+    def collect(self, ticket: _ScriptedStep) -> StepOutput:
         """What came of a step that was launched."""
         output = self._runner.collect(ticket.inner)
         if self._on_step is not None:

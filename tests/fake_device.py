@@ -22,7 +22,7 @@ STEP_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
-class Launched:
+class FakeStep:
     """A step under way: what will have come of it, and when."""
 
     result: outcome.Outcome[Any]
@@ -58,7 +58,7 @@ class FakeDevice(FakeRunner):
         self._clock = clock
         self.step_seconds = step_seconds
         self._before_launch = before_launch
-        self._under_way: deque[Launched] = deque()
+        self._under_way: deque[FakeStep] = deque()
         self._is_busy_until = 0.0
         self._failure: Exception | None = None
 
@@ -70,20 +70,20 @@ class FakeDevice(FakeRunner):
         assert not self._under_way
         return self.collect(self.launch(batch))
 
-    def launch(self, batch: ScheduledBatch) -> Launched:
+    def launch(self, batch: ScheduledBatch) -> FakeStep:
         assert len(self._under_way) < 2
         assert not (self._under_way and batch.drafts)
         if self._before_launch is not None:
             self._before_launch(batch)
         now = self._clock()
         self._is_busy_until = max(self._is_busy_until, now + LAUNCH_SECONDS) + self.step_seconds
-        launched = Launched(self._compute_step(batch), self._is_busy_until)
+        launched = FakeStep(self._compute_step(batch), self._is_busy_until)
         self._under_way.append(launched)
         self.depths.append(len(self._under_way))
         self.caller_is_busy_until = now + LAUNCH_SECONDS
         return launched
 
-    def collect(self, ticket: Launched) -> StepOutput:
+    def collect(self, ticket: FakeStep) -> StepOutput:
         assert self._under_way.popleft() is ticket
         self.caller_is_busy_until = ticket.done
         output: StepOutput = ticket.result.unwrap()

@@ -1,4 +1,9 @@
-"""Copies whole blocks of the paged cache."""
+"""Copies whole blocks of the paged cache.
+
+The engine needs none of it so far: sequences share blocks that are full and never written again, and what stands in a
+block that is not full is computed anew by whoever wants it. It is what copy-on-write would take: beams that part within
+a block, or a prompt that leaves another one there.
+"""
 
 from __future__ import annotations
 

@@ -8,12 +8,13 @@ Prints its address; ends on SIGTERM like the real one.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -28,9 +29,17 @@ from app.recording.recorder import open_recorder
 from app.server import serve_engine
 from tests.fakes import fake_config, open_fake_engine
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
-async def serve(options: dict[str, Any]) -> None:
-    """Serve on a free port of this machine; keys that are made are gone with the process unless a folder is named."""
+
+async def serve(options: dict[str, Any], tell: Callable[[str], None]) -> None:
+    """Serve on a free port of this machine; keys that are made are gone with the process unless a folder is named.
+
+    Args:
+        tell: gets the address.
+    """
     settings = Settings.model_validate(options.pop("settings", {}))
     config = fake_config(**options.pop("limits", {}))
     command = options.pop("limit_command", COMMAND)
@@ -43,10 +52,16 @@ async def serve(options: dict[str, Any]) -> None:
         ):
             config = replace(config, first_generation=journal.audit.generation)
             async with open_fake_engine(config, **options) as engine:
-                print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+                tell(f"http://127.0.0.1:{listener.getsockname()[1]}")
                 make_searches = partial(LimitSearches, kept=KeptSearches(folder / "limits"), command=command)
                 await serve_engine(settings, engine, listener, keys, journal, None, recorder, make_searches)
 
 
+def serve_apart(options: dict[str, Any], address: Connection) -> None:
+    """The whole life of a process that was forked for this; what it writes is read by nobody."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    trio.run(serve, options, address.send)
+
+
 if __name__ == "__main__":
-    trio.run(serve, json.loads(sys.argv[1]))
+    trio.run(serve, json.loads(sys.argv[1]), partial(print, flush=True))

@@ -86,8 +86,10 @@ def main() -> None:
     ) as server:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
-        pairs = [pair(options, url, number) for number in range(options.pairs)]
-        server.terminate()
+        try:
+            pairs = [pair(options, url, number) for number in range(options.pairs)]
+        finally:
+            server.terminate()
     print("\n".join(lines(pairs)))
 
 

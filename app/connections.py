@@ -113,8 +113,9 @@ class Connection(TCPServer):
 
     async def cut(self) -> None:
         """End it now, and whatever waits for its client."""
-        if isinstance(self.protocol.protocol, Http2):
-            self.protocol.protocol.give_up()
+        wrapper = getattr(self, "protocol", None)  # not yet where it was accepted a moment ago
+        if wrapper is not None and isinstance(wrapper.protocol, Http2):
+            wrapper.protocol.give_up()
         await trio.aclose_forcefully(self.stream)
 
     async def protocol_send(self, event: Event) -> None:

@@ -20,7 +20,7 @@ import trio.testing
 from app import server as app_server
 from app.api.generation import HEARTBEAT_SECONDS
 from app.api.requests import BODY_TIMEOUT_SECONDS
-from app.connections import Connection
+from app.connections import Connection, ConnectionConfig
 from app.http import create_app
 from tests import fakes
 from tests.app.serving import CHAT, COMPLETIONS, Driver, Server, chat_body, events, make_settings, open_app, open_server
@@ -127,6 +127,16 @@ async def test_whatever_a_connection_raises_ends_that_connection_alone(monkeypat
                 await client.get("/healthz")
         monkeypatch.undo()
         assert (await server.client.get("/healthz")).status_code == 200
+
+
+async def test_a_connection_that_was_accepted_a_moment_ago_can_be_cut() -> None:
+    stream, client = trio.testing.memory_stream_pair()
+    connection = Connection(None, ConnectionConfig(), None, None, stream)
+    await connection.cut()
+    with pytest.raises(trio.ClosedResourceError):
+        await connection.stream.receive_some(1)
+    with pytest.raises(trio.BrokenResourceError):
+        await client.send_all(b"x")
 
 
 async def test_a_call_that_fails_behind_its_answer_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,14 +324,14 @@ async def ask_at_random(server: Server, index: int, client: httpx.AsyncClient) -
 
 async def ask_200(server: Server) -> int:
     """200 requests, 40 at a time, until nothing is left of them; the number of objects that then live."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_SECONDS) as client:
         limiter = trio.CapacityLimiter(40)
 
         async def ask(index: int) -> None:
             async with limiter:
                 await ask_at_random(server, index, client)
 
-        with trio.fail_after(60):
+        with trio.fail_after(2 * PATIENCE_SECONDS):
             async with trio.open_nursery() as nursery:
                 for index in range(200):
                     nursery.start_soon(ask, index)

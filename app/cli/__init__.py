@@ -1,6 +1,7 @@
 """The command line: `relevo serve`, `pull`, `generate`, `bench`, `compare` and `limit`.
 
-Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. An error is one line on stderr; `--debug` adds where.
+Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted; of `limit` 143 by SIGTERM and 129 by SIGHUP, too. An error
+is one line on stderr; `--debug` adds where.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from engine.errors import ConfigError, RelevoError
 if TYPE_CHECKING:
     import argparse
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,9 +62,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _report(error: BaseException, *, debug: bool) -> int:
     """Say in one line what went wrong."""
+    from app.limit.interrupted import code_of
+    from app.render.plain import plain
+
     cause = _first_cause(error)
     if isinstance(cause, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
+        return code_of(cause)
     if isinstance(cause, BrokenPipeError):
         # The reader of our output has left (`relevo ... | head`); nobody is there to be told, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -72,7 +76,7 @@ def _report(error: BaseException, *, debug: bool) -> int:
         raise error
     if debug:
         traceback.print_exception(error)
-    print(f"relevo: {_in_one_line(cause)}", file=sys.stderr)
+    print(f"relevo: {plain(_in_one_line(cause))}", file=sys.stderr)
     return EXIT_USAGE if isinstance(cause, ConfigError) else EXIT_FAILED
 
 

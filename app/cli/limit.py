@@ -124,8 +124,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"Give only one of {', '.join(f'--{name}' for name in files)}.")
     if options.gap_cv is not None and options.arrivals != "gamma":
         raise ConfigError("--gap-cv is for --arrivals gamma.")
-    if options.simulate and options.url is not None:
-        raise ConfigError("Give either --simulate or --url.")
+    if options.simulate:
+        _refuse_of_a_server(options)
     if not options.simulate:
         refuse_machine(options)
     wish_of(options)  # what cannot be is told at once
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
     asked = _asked(options, settings)
     with open_lines(options.progress_json) as lines:
         find_ = partial(_find_under_policies if options.policies else _find, options, settings, asked, lines)
-        echo = _say_nothing if str(options.progress_json) == "-" else print
+        echo = None if str(options.progress_json) == "-" else print
         return run_limit(
             find_,
             asked,
@@ -148,6 +148,16 @@ def run(options: argparse.Namespace) -> int:
             lines=lines,
             echo=echo,
         )
+
+
+def _refuse_of_a_server(options: argparse.Namespace) -> None:
+    """Refuse what would be said to a server, where none is asked."""
+    if options.url is not None:
+        raise ConfigError("Give either --simulate or --url.")
+    for name, instead in (("api_key", ""), ("admin_token", ""), ("context", ", or say --max-model-len")):
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is for a server, and --simulate asks none; leave it out{instead}.")
 
 
 def _keep_apart(options: argparse.Namespace) -> None:
@@ -174,10 +184,6 @@ def _tell_again(options: argparse.Namespace) -> int:
         if getattr(options, name):
             raise ConfigError(f"--from measures nothing; leave --{name.replace('_', '-')} out.")
     return tell_again(getattr(options, "from"), against=options.against, html_path=options.html)
-
-
-def _say_nothing(_line: str) -> None:
-    """Of the table, where its place is taken."""
 
 
 def _asked(options: argparse.Namespace, settings: Settings) -> Options:

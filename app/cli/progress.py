@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Self
 
+from app.render.plain import plain
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -29,6 +31,7 @@ class Progress:
         if not self._visible or (now - self._drawn_at < _REDRAW_SECONDS and done < total):
             return
         self._drawn_at = now
+        note = plain(note)  # a server may have named something in it
         share = min(done / total, 1.0) if total else 0.0
         bar = ("█" * round(share * _WIDTH)).ljust(_WIDTH, "░")
         count = f"{_size(done)} of {_size(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"

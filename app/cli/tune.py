@@ -27,7 +27,11 @@ def add_tune(command: Parser) -> None:
         help="try seats, token budget, longest part of a prompt, policy and admission, or those named "
         "(num_speculative_tokens too)",
     )
-    group.add_argument("--apply", action="store_true", help="keep what was found (default: put everything back)")
+    group.add_argument(
+        "--apply",
+        action="store_true",
+        help="keep what was found (default: all is put back; where this is killed, by the server, within minutes)",
+    )
     group.add_argument("--while-serving", action="store_true", help="although the server has requests of others")
 
 

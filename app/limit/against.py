@@ -34,19 +34,37 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def against_lines(result: Mapping[str, Any], older: Mapping[str, Any]) -> list[str]:
-    """What became of the limit; whether the two can be compared at all."""
+    """What became of the limit, or of that of each policy; whether the two can be compared at all."""
     lines = [
         f"Other {name} than then: the limits are not of the same thing."
         for name in SAME
         if _differ(name, result, older)
     ]
-    now, then = result["limit"], older["limit"]
+    if "policies" not in result and "policies" not in older:
+        return [*lines, _both(result["limit"], older["limit"])]
+    now, then = _by_policy(result, older), _by_policy(older, result)
+    lines += [f"{name}: {_both(limit, then[name])}" for name, limit in now.items() if name in then]
+    if not now.keys() & then.keys():
+        lines.append("Nothing can be compared: they are of other policies.")
+    for when, names in (("now", now.keys() - then.keys()), ("then", then.keys() - now.keys())):
+        lines += [f"{name} was measured only {when}." for name in sorted(names)]
+    return lines
+
+
+def _by_policy(result: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
+    """The limit under each policy; of one that does not tell its policy, under that which stands for the other."""
+    if "policies" in result:
+        return {name: one["limit"] for name, one in result["policies"].items()}
+    return {str((result.get("settings") or {}).get("policy") or other["policy"]): result["limit"]}
+
+
+def _both(now: Mapping[str, Any] | None, then: Mapping[str, Any] | None) -> str:
     if now is None or then is None:
-        return [*lines, f"Then: {_words(then)}. Now: {_words(now)}."]
+        return f"Then: {_words(then)}. Now: {_words(now)}."
     ratio = now["requests_per_second"] / then["requests_per_second"]
     apart = now["low"] > then["high"] or now["high"] < then["low"]
     verdict = "" if apart else "; the intervals overlap, so this may be chance"
-    return [*lines, f"Then: {_words(then)}. Now: {_words(now)}. That is {ratio:.2f} times{verdict}."]
+    return f"Then: {_words(then)}. Now: {_words(now)}. That is {ratio:.2f} times{verdict}."
 
 
 def _differ(name: str, result: Mapping[str, Any], older: Mapping[str, Any]) -> bool:

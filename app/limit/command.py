@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
+import math
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +14,8 @@ from app.compare.options import check_writable
 from app.limit.against import read_result
 from app.limit.asking import one_line
 from app.limit.endpoint import EndpointError
+from app.limit.interrupted import Interrupted, code_of, ended_like_a_key, number_of, words_of
+from app.limit.load import check_lengths
 from app.limit.over_http import HttpMeasure
 from app.limit.search import FIRST_SHARE, search
 from app.limit.summary import Outcome, summarize
@@ -23,10 +24,9 @@ from app.limit.telling import tell
 from app.limit.watch import Watch
 from app.limit.words import per_second
 from app.render import numbers
-from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from app.limit.endpoint import Endpoint
@@ -51,8 +51,6 @@ SENT_PER_COUNTED: Final = 1.3
 MIN_REQUESTS, WANTED_REQUESTS, MAX_REQUESTS = 50, 300, 1000
 # Beside a run's own length: starting the process, waiting for the last answers.
 RUN_SECONDS: Final = 4.0
-# More requests than this longer than the context is not what was asked for.
-MAX_CUT_SHARE: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +72,11 @@ class Prepared:
     def seconds_of(self, rate: float) -> float:
         """What a run takes."""
         return SENT_PER_COUNTED * self.measure.num_counted / rate + RUN_SECONDS
+
+    def seconds_of_all(self, num_runs: int) -> int:
+        """What so many runs take with all that comes before them, about, where no run is made any longer than now."""
+        runs = num_runs * self.seconds_of(FIRST_SHARE * self.capacity)
+        return math.ceil(runs / (1 - SINGLE_SHARE - CLOSED_SHARE))
 
 
 class Looking:
@@ -100,7 +103,9 @@ class Looking:
         self._source = replace(source, max_model_len=endpoint.context)
         self._report = report
         self._began = time.monotonic()
-        self._gone, self._num_others = "", 0
+        self._runs: list[Run] = []
+        self._settings: Mapping[str, Any] | None = None
+        self._gone, self._num_others, self._was_short = "", 0, False
 
     def find(self) -> Outcome:
         """Measure one user, the capacity, and then rates.
@@ -108,41 +113,45 @@ class Looking:
         Raises:
             ConfigError: requests are longer than the context.
             EndpointError: the server fails requests even of one user alone.
+            Interrupted: somebody ends it while rates are tried.
         """
         ready = self.prepare()
-        runs: list[Run] = []
-        if not ready.single.hopeless:
-            afford = partial(self._affords, ready)
-            runs = search(
-                partial(self._run, ready.measure), FIRST_SHARE * ready.capacity, self._options.seeds, afford=afford
-            )
-        return self.outcome(ready, runs)
+        start, afford = FIRST_SHARE * ready.capacity, partial(self._affords, ready)
+        try:
+            if not ready.single.hopeless:
+                search(partial(self._run, ready.measure), start, self._options.seeds, afford=afford)
+        except KeyboardInterrupt as key:
+            raise Interrupted(number_of(key), self.outcome(ready, self._runs, words_of(key))) from None
+        return self.outcome(ready, self._runs, self._gone)
 
     def prepare(self) -> Prepared:
         """Measure one user and the capacity, and settle on requests; raises as `find`."""
         options = self._options
-        if options.factor is not None:
-            self._check_lengths(options.factor)
+        check_lengths(self._source, options.factor)
+        self._settings = settings_of(self._endpoint)
         told = self._endpoint.metrics()
         self._num_others = int(told.get("num_requests_running", 0) + told.get("num_requests_waiting", 0))
         seats = int(told.get("max_num_seqs", 0)) or self._endpoint.seats
         streams = options.streams or seats or DEFAULT_STREAMS
         first = options.factor or max(self._source.least_factor(), FIRST_FACTOR)
-        closed = self._measure(first, 1).closed(
-            streams, min(MAX_CLOSED_REQUESTS, 50 * streams), CLOSED_SHARE * options.duration, options.seed
-        )
-        self._check_works(closed, streams)
+        closed = self._closed(self._measure(first, 1), streams)
         self._watch.ran("capacity", closed)
         factor, num_counted = self._choose(first, closed.rate)
         capacity = closed.rate * factor / first
         measure = self._measure(factor, num_counted)
         single = measure.closed(1, SINGLE_REQUESTS, SINGLE_SHARE * options.duration, options.seed)
         self._check_works(single, 1)
+        if not single.finished:
+            raise self._too_short(SINGLE_SHARE)
         self._watch.ran("single", single)
         return Prepared(measure, single, capacity, self._began)
 
-    def outcome(self, ready: Prepared, runs: Sequence[Run]) -> Outcome:
-        """Everything that was measured until now."""
+    def outcome(self, ready: Prepared, runs: Sequence[Run], unfinished: str = "") -> Outcome:
+        """Everything that was measured until now.
+
+        Args:
+            unfinished: why there is no more.
+        """
         return Outcome(
             server=self._server(),
             source=ready.measure.source,
@@ -151,12 +160,15 @@ class Looking:
             runs=runs,
             seconds=time.monotonic() - self._began,
             remarks=self._remarks(),
-            settings=settings_of(self._endpoint),
+            settings=self._settings,
             machine=machine_words(),
+            unfinished=unfinished,
+            wanted_seconds=ready.seconds_of_all(self._num_runs) if self._was_short else None,
         )
 
     def _run(self, measure: HttpMeasure, rate: float, seed: int) -> Run:
         run = measure(rate, seed)
+        self._runs.append(run)
         self._watch.ran("rate", run)
         return run
 
@@ -172,11 +184,38 @@ class Looking:
         self._report(int(gone), int(planned), f"{what}: {ended} of {total}, {left}")
 
     def _affords(self, ready: Prepared, rate: float) -> bool:
-        status, said = self._endpoint.get("/v1/models", self._endpoint.keys)
-        if not status or status >= 500:
-            self._gone = one_line(said) or f"HTTP {status}"
+        self._gone = self._gone or self._what_ended_it()
+        if self._gone:
             return False
-        return time.monotonic() - self._began + ready.seconds_of(rate) <= self._options.duration
+        affords = time.monotonic() - self._began + ready.seconds_of(rate) <= self._options.duration
+        self._was_short = self._was_short or not affords
+        return affords
+
+    def _closed(self, measure: HttpMeasure, streams: int) -> Run:
+        """So many streams at once; where their time is over before any has an answer, what it takes is found out."""
+        options, seconds = self._options, CLOSED_SHARE * self._options.duration
+        num_requests = min(MAX_CLOSED_REQUESTS, 50 * streams)
+        run = measure.closed(streams, num_requests, seconds, options.seed)
+        while not run.finished and not any(seen.error for seen in run.seen) and seconds < options.deadline:
+            seconds = min(2 * seconds, options.deadline)
+            run = measure.closed(streams, num_requests, seconds, options.seed)
+        self._check_works(run, streams)
+        if seconds > CLOSED_SHARE * options.duration:
+            raise self._too_short(CLOSED_SHARE, seconds if run.finished else None)
+        return run
+
+    def _too_short(self, share: float, enough: float | None = None) -> EndpointError:
+        """That no request was finished in a share of the time, and with which there would have been, where known."""
+        within = f"{self._endpoint.url} finished no request within {share * self._options.duration:.3g} s"
+        longer = "" if enough is None else f"--duration {math.ceil(enough / share)} or more, or "
+        return EndpointError(f"{within}; give {longer}a larger --factor.")
+
+    def _what_ended_it(self) -> str:
+        """That the server serves no more, a sentence without its full stop; empty where it does."""
+        status, said = self._endpoint.get("/v1/models", self._endpoint.keys)
+        if not status:
+            return f"The server died, or cannot be reached any more ({one_line(said)})"
+        return f"The server serves no more (HTTP {status})" if status >= 500 else ""
 
     def _choose(self, first: float, capacity: float) -> tuple[float, int]:
         """The factor and the number of requests of a run, where they were not given.
@@ -196,27 +235,15 @@ class Looking:
         factor = next((one for one in factors if fitting(one) >= (options.requests or WANTED_REQUESTS)), factors[-1])
         return factor, options.requests or min(max(fitting(factor), MIN_REQUESTS), MAX_REQUESTS)
 
-    def _check_lengths(self, factor: float) -> None:
-        cut, of = replace(self._source, factor=factor).num_cut()
-        if cut > MAX_CUT_SHARE * of:
-            fitting = self._source.least_factor()
-            raise ConfigError(
-                f"With --factor {factor:g}, {cut} of {of} requests are longer than the context of "
-                f"{self._endpoint.context} tokens; --factor {fitting:g} makes nearly all of them fit."
-            )
-
     def _check_works(self, run: Run, streams: int) -> None:
         """Refuse a server that fails the requests of a closed loop, in which nobody asks before the last answer."""
         errors = [seen.error for seen in run.seen if seen.error]
+        if errors and (gone := self._what_ended_it()):
+            raise EndpointError(f"{self._endpoint.url}: {gone[0].lower()}{gone[1:]} before a rate could be tried.")
         if len(errors) > self._options.max_error_share * len(run.seen):
             said = f"{len(errors)} of {numbers.plural(len(run.seen), 'request')} failed"
             advice = _advice(errors[0], streams, knows_context=self._endpoint.context is not None)
             raise EndpointError(f"{self._endpoint.url}: {said} ({errors[0]}) with {streams} at once{advice}.")
-        if not run.finished:
-            raise EndpointError(
-                f"{self._endpoint.url} finished no request in {CLOSED_SHARE * self._options.duration:.0f} s; "
-                "give a larger --factor or --duration."
-            )
 
     def _server(self) -> dict[str, Any]:
         endpoint = self._endpoint
@@ -229,8 +256,6 @@ class Looking:
 
     def _remarks(self) -> list[str]:
         remarks = []
-        if self._gone:
-            remarks.append(f"The server does not answer any more ({self._gone}): it was lost in the last run.")
         if self._num_others:
             others = numbers.plural(self._num_others, "request")
             remarks.append(f"The server had {others} of others when this began: the limit is of what they left.")
@@ -262,7 +287,7 @@ def run_limit(
     html_path: Path | None = None,
     against: Path | None = None,
     lines: Lines | None = None,
-    echo: Callable[[str], object] = print,
+    echo: Callable[[str], object] | None = print,
 ) -> int:
     """Look for the limit, show the figures, and write the files where asked; gives the exit code.
 
@@ -270,36 +295,30 @@ def run_limit(
         find: measures; takes what is told about its progress.
         against: an older result to compare with.
         lines: are told of the progress, and nobody else.
+        echo: takes the lines of the table; `None` where nobody reads it.
 
     Returns:
-        0, or 1 where there is no limit.
+        0, or 1 where there is no limit. Where the search was interrupted, the signal's code (`code_of`): then what was
+        measured until then is told, as unfinished.
 
     Raises:
         RelevoError: what was asked for cannot be done.
+        KeyboardInterrupt: it was interrupted before a rate was tried, or a second time, or nobody would be told.
     """
     check_writable(json_path)
     check_writable(html_path)
     older = read_result(against) if against is not None else None
-    with ended_like_a_key(), Progress("Measuring", unit="s") as progress:
-        outcome = find(lines or progress)
-    result = summarize(outcome, options)
-    if lines is not None:
-        lines.found(result)
-    return tell(result, older, json_path=json_path, html_path=html_path, echo=echo)
-
-
-@contextmanager
-def ended_like_a_key() -> Iterator[None]:
-    """Whoever ends this process, or closes its terminal, ends what it started: as the key that interrupts does."""
-
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    # What is ignored stays so: `nohup` is to outlive its terminal.
-    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    code = 0
+    with ended_like_a_key():
+        try:
+            with Progress("Measuring", unit="s") as progress:
+                outcome = find(lines or progress)
+        except Interrupted as cut:
+            if echo is None and json_path is None and html_path is None:
+                raise
+            outcome, code = cut.outcome, code_of(cut)
+        result = summarize(outcome, options)
+        if lines is not None:
+            lines.found(result)
+        told = tell(result, older, json_path=json_path, html_path=html_path, echo=echo)
+    return code or told

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from app.limit.lengths import Ranges
 from engine.errors import ConfigError
 from engine.workload import WorkItem, Workload, at_rate, choose_factor
 
@@ -20,6 +21,8 @@ NUM_LOOKED_AT: Final = 2000
 # until they have ended. A run against a server is over then, so a long tail costs nothing.
 WARM_UP_SHARE, TAIL_SHARE = 0.2, 0.3
 MIN_WARM_UP, MIN_TAIL = 5, 2
+# More requests than this longer than the context is not what was asked for.
+MAX_CUT_SHARE: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,36 @@ class Source:
             items.append(replace(item, arrival_seconds=now))
             now += 1.0 if self.arrivals == "constant" else rng.gammavariate(shape, 1 / shape)
         return tuple(items)
+
+
+def check_lengths(source: Source, factor: float | None) -> None:
+    """Refuse requests that would be cut to the context, and so be others than those that were asked for.
+
+    Args:
+        source: knows the context (`max_model_len`).
+        factor: that was asked for; `None` takes what fits, of which a class that was described in tokens must have
+            something to begin with: else what divides it makes nothing of the others.
+
+    Raises:
+        ConfigError: there are such requests.
+    """
+    context = source.max_model_len
+    if context is None:
+        return
+    for one in source.classes[:1] if source.is_recorded else source.classes:
+        alone = replace(source, classes=(one,), factor=factor or 1.0, is_recorded=False)
+        (cut, of), least = alone.num_cut(), alone.least_factor()
+        which = f" of the class {one.name}" if len(source.classes) > 1 and not source.is_recorded else ""
+        if factor is not None and cut > MAX_CUT_SHARE * of:
+            raise ConfigError(
+                f"With --factor {factor:g}, {cut} of {of} requests{which} are longer than the context of {context} "
+                f"tokens; --factor {least:g} makes nearly all of them fit."
+            )
+        if factor is None and cut == of and (which or isinstance(one.lengths, Ranges)):
+            raise ConfigError(
+                f"No request of the class {one.name} fits into the context of {context} tokens; give it factor = "
+                f"{one.factor * least:g} in the mix, or have all lengths divided with --factor {least:g}."
+            )
 
 
 def check_arrivals(source: Source) -> None:

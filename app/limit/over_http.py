@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from app.limit.dispatch import Job, Planned, run_job
 from app.limit.exchange import NOT_FINISHED, STOPPED, tokens_per_character
 from app.limit.runs import ALLOWED_MISSES, Run, Seen, tokens_per_second
-from app.limit.scrapes import observe
+from app.limit.scrapes import num_answered, observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,6 +120,7 @@ class HttpMeasure:
             cpu_share=told.cpu_seconds / told.wall_seconds if told.wall_seconds else None,
             stopped=told.stopped_at is not None,
             observed=observed,
+            others=_num_others(told),
         )
 
     def _seen(self, answer: Answer, work_class: int, end: float, usual: float) -> Seen:
@@ -155,3 +156,13 @@ class HttpMeasure:
             if not values.get("num_requests_running", 0.0) + values.get("num_requests_waiting", 0.0):
                 return
             time.sleep(IDLE_POLL_SECONDS)
+
+
+def _num_others(told: Told) -> int | None:
+    """Answers that the server gave to others during a run, at least; `None` where it does not tell.
+
+    It is what it gave between the first scrape and the last, but for all that came here, before and after those too.
+    """
+    scrapes = [text for _, text in told.scrapes if text]
+    given = num_answered(scrapes[0], scrapes[-1]) if scrapes else None
+    return None if given is None else max(0, given - sum(answer.finished > 0 for answer in told.answers))

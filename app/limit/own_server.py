@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import stat
 import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Final
 
 from app.limit.children import end
@@ -23,6 +27,8 @@ SERVE: Final = (sys.executable, "-m", "app.cli", "serve")
 START_SECONDS: Final = 300.0
 POLL_SECONDS: Final = 0.1
 GRACE_SECONDS: Final = 10.0
+PREFIX, LOCK = "relevo-limit-", "in-use"
+FRESH_SECONDS: Final = 60.0
 
 
 @contextmanager
@@ -40,15 +46,15 @@ def open_own_server(flags: Sequence[str], command: Sequence[str] = SERVE) -> Ite
     with open_listening_socket(HOST, 0) as probe:
         port = probe.getsockname()[1]
     url = f"http://{HOST}:{port}"
-    with TemporaryDirectory(prefix="relevo-limit-") as folder:
-        log = Path(folder) / "log"
-        own = ["--host", HOST, "--port", str(port), "--state-dir", folder, "--log-level", "warning"]
+    with open_folder() as (folder, owner):
+        log = folder / "log"
+        own = ["--host", HOST, "--port", str(port), "--state-dir", str(folder), "--log-level", "warning"]
         words = [*command, *own, "--drain-timeout-seconds", "0", "--end-with-input", *flags]
         with log.open("wb") as out:
             # In a session of its own, the key that interrupts is left to the command, which ends it; where the command
             # is killed, the end of its input does.
             process = subprocess.Popen(  # noqa: S603
-                words, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+                words, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True, pass_fds=[owner]
             )
         assert process.stdin is not None
         try:
@@ -58,6 +64,34 @@ def open_own_server(flags: Sequence[str], command: Sequence[str] = SERVE) -> Ite
             process.terminate()  # nobody waits for an answer from it
             end(process, GRACE_SECONDS)
             process.stdin.close()
+
+
+@contextmanager
+def open_folder() -> Iterator[tuple[Path, int]]:
+    """A folder that is gone afterwards, and the lock that says that it is in use, for those who use it too.
+
+    A process that is killed leaves its folder behind and lets go of the lock; the next one here takes it away.
+    """
+    _sweep(Path(gettempdir()))
+    with TemporaryDirectory(prefix=PREFIX) as name:
+        folder = Path(name)
+        with (folder / LOCK).open("wb") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            yield folder, owner.fileno()
+
+
+def _sweep(among: Path) -> None:
+    """Take away what killed processes of this user have left; what cannot be looked at stays."""
+    for folder in among.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            kind = folder.lstat()
+            if not stat.S_ISDIR(kind.st_mode) or kind.st_uid != os.getuid():
+                continue
+            if time.time() - kind.st_mtime < FRESH_SECONDS:  # its lock may be about to be taken
+                continue
+            with (folder / LOCK).open("rb") as owner:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                rmtree(folder)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from app.limit.interrupted import Interrupted, number_of, words_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -28,16 +30,32 @@ def find_under(names: Sequence[str], find: Find, options: Options, report: Repor
 
     Args:
         find: looks under one policy; told its name, what is asked, and whom to report to.
+
+    Raises:
+        Interrupted: somebody ends it; with what was measured of each until then.
     """
     began = time.monotonic()
     found: dict[str, Outcome] = {}
     for place, name in enumerate(names):
         left = max(1.0, options.duration - (time.monotonic() - began)) / (len(names) - place)
-        outcome = find(name, replace(options, duration=left), partial(_tell, report, name, began, options))
+        try:
+            outcome = find(name, replace(options, duration=left), partial(_tell, report, name, began, options))
+        except KeyboardInterrupt as key:
+            if isinstance(key, Interrupted):
+                found[name] = key.outcome
+            if not found:
+                raise
+            missing = [one for one in names if one not in found]
+            why = words_of(key) + (f"; not measured: {', '.join(missing)}" if missing else "")
+            raise Interrupted(number_of(key), replace(_together(found, began), unfinished=why)) from None
         found[name] = outcome
         counted = max([len(run.seen) for run in outcome.runs], default=None)
         options = replace(options, factor=outcome.source.factor, requests=options.requests or counted)
-    main = MAIN if MAIN in found else names[-1]
+    return _together(found, began)
+
+
+def _together(found: Mapping[str, Outcome], began: float) -> Outcome:
+    main = MAIN if MAIN in found else [*found][-1]
     return replace(found[main], policy=main, policies=found, seconds=time.monotonic() - began)
 
 

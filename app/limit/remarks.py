@@ -25,12 +25,26 @@ def mean_stay(run: Run) -> float:
     return fmean([seen.e2e for seen in run.finished if seen.e2e is not None] or [0.0])
 
 
-def why_not(single: Run | None, runs: Sequence[Run], capacity: float) -> str:
+def longer_words(wanted_seconds: int | None, duration: float) -> str:
+    """What to give where the time was over: what a whole search takes, where that is known and more than there was."""
+    if wanted_seconds is None or wanted_seconds <= duration:
+        return "a larger --duration"
+    return f"--duration {wanted_seconds} or more"
+
+
+def why_not(
+    single: Run | None, runs: Sequence[Run], capacity: float, unfinished: str = "", longer: str = "a larger --duration"
+) -> str:
     """Why there is no limit.
 
     Args:
         capacity: requests a second in a closed loop, by which it is seen how far down the search came.
+        unfinished: what has ended the search before its time, which is the reason then and no rate is.
+        longer: what to give where there was no time.
     """
+    if unfinished:
+        tried = f"known to hold (tried down to {min(run.rate for run in runs):.3g} requests/s)" if runs else "tried"
+        return f"{unfinished}, before any rate was {tried}."
     if single is not None and not runs:
         return f"Not even one user alone is served within the targets: {'; '.join(_misses(single))}."
     lowest = min(runs, key=lambda run: run.rate)
@@ -43,11 +57,11 @@ def why_not(single: Run | None, runs: Sequence[Run], capacity: float) -> str:
     if held:
         return (
             f"The targets hold at {max(held):.3g} requests/s under one seed and under another they do not; "
-            "there was no time for lower rates. Give a larger --duration."
+            f"there was no time for lower rates. Give {longer}."
         )
     worst = max(lowest.excesses().items(), key=lambda item: item[1])[0]
     no_time = lowest.rate > LOW_SHARE * capacity
-    advice = "; there was no time for lower ones, give a larger --duration or --factor" if no_time else ""
+    advice = f"; there was no time for lower ones, give {longer} or a larger --factor" if no_time else ""
     return f"The targets hold at no rate that was tried, down to {lowest.rate:.3g} requests/s ({worst}){advice}."
 
 
@@ -68,16 +82,23 @@ def _samples(seen: Sequence[Seen], name: str) -> list[float]:
     return [value for one in seen if (value := one.ttft if name == "ttft" else one.e2e) is not None]
 
 
-def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int) -> list[str]:
+def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, longer: str) -> list[str]:
     """A line each.
 
     Args:
         num_seeds: how many were to be tried near the limit.
+        longer: what to give where there was no time.
     """
     remarks = [*_on_samples(result, runs)]
     kinds = Counter(seen.error for run in runs for seen in run.seen if seen.error)
     if kinds:
         remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
+    if disturbed := [run.others for run in runs if run.others]:
+        answers, during = numbers.plural(sum(disturbed), "answer"), f"{len(disturbed)} of {len(runs)}"
+        remarks.append(
+            f"The server gave {answers} to others during {during} runs, to users or to another search: the limit is of "
+            "what they left."
+        )
     late = [run for run in runs if not run.is_valid]
     if late:
         rates = ", ".join(dict.fromkeys(f"{run.rate:.3g}" for run in late))
@@ -89,7 +110,7 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int) -
             remarks.append("The targets held at every rate that was tried: the limit is at least this.")
         tried = len({run.seed for run in runs if run.is_valid})
         if tried < num_seeds:
-            remarks.append(f"Only {tried} of {num_seeds} seeds were tried: there was no time for more (--duration).")
+            remarks.append(f"Only {tried} of {num_seeds} seeds were tried: there was no time for more, give {longer}.")
     if cut := result["workload"]["shortened"]:
         share = numbers.percent(cut / result["workload"]["looked_at"])
         remarks.append(f"{share} of the requests did not fit into the context and were cut to it.")

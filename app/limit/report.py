@@ -15,6 +15,7 @@ from app.limit.words import LATENCIES, generator_line, limit_lines, per_second, 
 from app.render import numbers
 from app.render.limit import tiles_of, verdict_of, verdict_words
 from app.render.templates import make_environment
+from app.render.plain import plain_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ class Row(NamedTuple):
 def page_of(result: Mapping[str, Any], older: Mapping[str, Any] | None = None) -> str:
     """The HTML of a result; `older` is another one to compare with."""
     css = "\n".join((static_dir() / name).read_text(encoding="utf-8") for name in STYLES)
+    result, older = plain_of(result), plain_of(older)
     rows = [_row(run) for run in result["curve"]]
     return (
         make_environment()

@@ -112,6 +112,7 @@ class Run:
         cpu_share: of one core, what the generator took; `None` where there is none.
         stopped: it was ended when it was certain to be lost: percentiles are of what had come by then.
         observed: what the server told of itself; `None` where it tells nothing.
+        others: answers that it gave to somebody else meanwhile, at least; `None` where it does not tell.
     """
 
     rate: float
@@ -123,6 +124,7 @@ class Run:
     cpu_share: float | None = None
     stopped: bool = False
     observed: Observed | None = None
+    others: int | None = None
 
     @property
     def finished(self) -> list[Seen]:

@@ -91,7 +91,7 @@ def values_of(text: str) -> dict[str, float]:
                 values = found.get(prefix + colon)
                 if values is not None and "le" not in sample.labels and math.isfinite(sample.value):
                     name = DIALECTS[prefix + colon].get(name, name)
-                    reason = sample.labels.get("reason")
+                    reason = sample.labels.get("reason") or sample.labels.get("finished_reason")
                     for key in (name, *([f"{name}/{reason}"] if reason else [])):
                         before = values.get(key, 0.0)
                         values[key] = max(before, sample.value) if key in SHARES else before + sample.value
@@ -124,6 +124,14 @@ def observe(scrapes: Iterable[str], *, max_num_seqs: int | None = None) -> Obser
         token_budget=_whole(read[-1].get("max_num_batched_tokens")),
         preemptions=_whole(preemptions),
     )
+
+
+def num_answered(first: str, last: str) -> int | None:
+    """Whole answers that were given between two scrapes, to whomever; `None` where that is not told."""
+    read = [values_of(first), values_of(last)]
+    ends = [_grown(read, f"request_success_total/{reason}") for reason in ("stop", "length")]
+    known = [grown for grown in ends if grown is not None]
+    return int(sum(known)) if known else None
 
 
 def _mean(read: Sequence[Mapping[str, float]], name: str) -> float | None:

@@ -63,8 +63,18 @@ def search(
     return runs
 
 
+def highest_held(runs: Sequence[Run]) -> float | None:
+    """The highest rate that was tried at which, as at each below it, every run held; `None` where there is none.
+
+    Nothing is smoothed here, so it is no more than what was seen; runs in which the generator was late tell nothing.
+    """
+    valid = [run for run in runs if run.is_valid]
+    lost = min([run.rate for run in valid if not run.holds], default=math.inf)
+    return max([run.rate for run in valid if run.rate < lost], default=None)
+
+
 def edge(runs: Sequence[Run]) -> tuple[float | None, float | None]:
-    """The highest rate at which every seed holds, and the next above it that was tried; `None` for none.
+    """The highest rate that was tried at or below the limit, and the next above it; `None` for none.
 
     Runs in which the generator was late say nothing about the server; they are above the limit of what can be known.
     """

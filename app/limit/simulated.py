@@ -9,6 +9,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from app.limit.exchange import NOT_FINISHED
+from app.limit.interrupted import Interrupted, number_of, words_of
+from app.limit.load import check_lengths
 from app.limit.runs import Run, Seen, tokens_per_second
 from app.limit.scrapes import Observed
 from app.limit.search import FIRST_SHARE, search
@@ -160,9 +162,11 @@ def find_simulated(
 
     Raises:
         ConfigError: nothing can be served.
+        Interrupted: somebody ends it while rates are tried.
     """
     began = time.monotonic()
     measure, capacity = prepare_simulated(machine, config, source, options)
+    runs: list[Run] = []
 
     def afford(rate: float) -> bool:
         gone = time.monotonic() - began
@@ -171,6 +175,7 @@ def find_simulated(
 
     def measured(rate: float, seed: int) -> Run:
         run = measure(rate, seed)
+        runs.append(run)
         if watch is not None:
             watch.ran("rate", run)
         return run
@@ -178,7 +183,12 @@ def find_simulated(
     single = measure.alone(options.seed)
     if watch is not None:
         watch.ran("single", single)
-    runs = [] if single.hopeless else search(measured, FIRST_SHARE * capacity, options.seeds, afford=afford)
+    try:
+        if not single.hopeless:
+            search(measured, FIRST_SHARE * capacity, options.seeds, afford=afford)
+    except KeyboardInterrupt as key:
+        cut = outcome_of(measure, capacity, runs, time.monotonic() - began, single)
+        raise Interrupted(number_of(key), replace(cut, unfinished=words_of(key))) from None
     return outcome_of(measure, capacity, runs, time.monotonic() - began, single)
 
 
@@ -188,6 +198,7 @@ def prepare_simulated(
     """With the requests settled on; and the capacity in requests a second. Raises as `find_simulated`."""
     context = min(machine.context_length, machine.num_blocks * config.block_size)
     source = replace(source, max_model_len=context)
+    check_lengths(source, options.factor)
     source = replace(source, factor=options.factor or source.least_factor())
     measure = SimulatedMeasure(machine, config, source, options.requests or DEFAULT_REQUESTS, options.deadline)
     capacity = measure.capacity(options.seed)

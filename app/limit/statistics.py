@@ -2,7 +2,8 @@
 
 How far each run is from the promise is a ratio that is 1 where it just holds, and rises with the rate but for chance.
 For each seed the logarithm is fitted by the rising steps nearest to it (isotonic regression), and the limit under that
-seed is where the fit crosses 0. The limit is the lowest of these: there every repeat held. For the interval the
+seed is where the fit crosses 0. The limit is the lowest of these. It lies between rates that were tried, as a rule, and
+a run just below it may have been lost by chance: what was seen to hold is `search.highest_held`. For the interval the
 requests of each run are drawn anew in blocks, as those that follow one another wait together. At all rates of a seed
 the same blocks are drawn: the same requests came there, so a hard stretch of them is hard at every rate. A repeat is
 made at one rate or two; for the interval its own limit is told from how far it was from the promise there.
@@ -45,7 +46,7 @@ class Interval(NamedTuple):
 
 
 def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None:
-    """The highest rate at which the promise holds under every seed; `None` where it holds at none of the rates."""
+    """Where the fit crosses the promise under the seed that does so first; `None` where that is below all rates."""
     estimate = estimate_of(runs)
     if estimate is None:
         return None

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from app.compare.runs import percentile
 from app.limit.policies import ratios
-from app.limit.remarks import mean_stay, remarks_on, why_not
+from app.limit.remarks import longer_words, mean_stay, remarks_on, why_not
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.scrapes import bound_by
+from app.limit.search import highest_held
 from app.limit.statistics import limit_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Outcome:
         runs: of the search; none where one user alone was too much already.
         seconds: all of it took.
         remarks: what a reader must know beside the figures.
+        unfinished: why there is no more of it, a sentence without its full stop; empty where it went to its end.
+        wanted_seconds: about what the whole would have taken, where the time was over before; `None` where not known.
         tune: what came of tuning (`app/limit/tune_result.py`), where the server was tuned.
         policies: all that were measured, this one too, by the batching policy; `policy` is that of this one.
     """
@@ -52,6 +55,8 @@ class Outcome:
     remarks: Sequence[str] = ()
     settings: Mapping[str, Any] | None = None
     machine: str | None = None
+    unfinished: str = ""
+    wanted_seconds: int | None = None
     tune: Mapping[str, Any] | None = None
     policies: Mapping[str, Outcome] = field(default_factory=dict)
     policy: str = ""
@@ -63,7 +68,7 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
     valid = [run for run in runs if run.is_valid]
     found = limit_of(valid) if valid else None
     limit = _limit(found, runs, options) if found else None
-    classes = outcome.source.classes
+    classes, longer = outcome.source.classes, longer_words(outcome.wanted_seconds, options.duration)
     result: dict[str, Any] = {
         "server": dict(outcome.server),
         "settings": outcome.settings and dict(outcome.settings),
@@ -72,6 +77,7 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
         "classes": [{"name": one.name, "share": one.share, **asdict(one.targets)} for one in classes],
         "workload": _workload(outcome.source, options),
         "limit": limit,
+        "unfinished": outcome.unfinished or None,
         "single_user": figures(outcome.single) if outcome.single else None,
         "capacity_requests_per_second": outcome.capacity,
         "curve": [figures(run) for run in runs],
@@ -79,12 +85,13 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 3),
     }
     if limit is None:
-        result["why"] = why_not(outcome.single, runs, outcome.capacity)
+        result["why"] = why_not(outcome.single, runs, outcome.capacity, outcome.unfinished, longer)
     if outcome.tune is not None:
         result["tune"] = dict(outcome.tune)
     if outcome.policies:
         result |= _under_policies(outcome, options)
-    return result | {"remarks": [*outcome.remarks, *remarks_on(result, runs, options.repeats)]}
+    cut = [f"{outcome.unfinished}: this is what was measured by then."] if outcome.unfinished else []
+    return result | {"remarks": [*cut, *outcome.remarks, *remarks_on(result, runs, options.repeats, longer)]}
 
 
 def _under_policies(outcome: Outcome, options: Options) -> dict[str, Any]:
@@ -121,6 +128,7 @@ def figures(run: Run) -> dict[str, Any]:
         "dispatch_lag_p99_seconds": run.lag_p99,
         "generator_cpu_share": run.cpu_share,
         "observed": asdict(run.observed) if run.observed else None,
+        "requests_of_others": run.others,
         "stopped_early": run.stopped,
         "excess": run.excesses(),
         "holds": run.holds if run.is_valid else None,
@@ -156,6 +164,7 @@ def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, 
         "requests_per_second": found.estimate,
         "low": found.low,
         "high": found.high,
+        "held_requests_per_second": highest_held(runs),
         "is_at_least": not beyond or bound == GENERATOR,
         "goodput": known["goodput"],
         "output_tokens_per_second": speed,

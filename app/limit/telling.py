@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from app.compare.options import check_writable
+from app.files import write_whole
 from app.limit.against import against_lines, read_result
 from app.limit.report import page_of
 from app.limit.tune_words import tune_lines
 from app.limit.words import lines_of
+from app.render.plain import plain_of
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED: Final = 1
 # How a result shows itself to be another's, or to be of a version that wrote something else.
-NOT_A_RESULT: Final = (LookupError, TypeError, ValueError, AttributeError)
+NOT_A_RESULT: Final = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 def tell(
@@ -27,23 +30,30 @@ def tell(
     *,
     json_path: Path | None = None,
     html_path: Path | None = None,
-    echo: Callable[[str], object] = print,
+    echo: Callable[[str], object] | None = print,
 ) -> int:
     """Show the figures, and write the files.
 
     Args:
         older: another result to compare with.
+        echo: takes the lines; `None` where nobody reads them.
 
     Returns:
         The exit code: 0, or 1 where there is no limit.
+
+    Raises:
+        OSError: a file cannot be written; the figures have been shown, and the other file is written all the same.
     """
-    tuned = tune_lines(result["tune"]) if "tune" in result else []
-    for line in ["", *lines_of(result), *tuned, *(against_lines(result, older) if older is not None else [])]:
-        echo(line)
-    if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if html_path is not None:
-        html_path.write_text(page_of(result, older), encoding="utf-8")
+    shown, then = plain_of(result), plain_of(older)
+    if echo is not None:
+        tuned = tune_lines(shown["tune"]) if "tune" in shown else []
+        for line in ["", *lines_of(shown), *tuned, *(against_lines(shown, then) if older is not None else [])]:
+            echo(line)
+    with ExitStack() as stack:
+        if json_path is not None:
+            stack.callback(write_whole, json_path, json.dumps(result, indent=2) + "\n")
+        if html_path is not None:
+            stack.callback(write_whole, html_path, page_of(result, older))
     best = result["tune"]["best"] if "tune" in result else result
     return 0 if best["limit"] is not None else EXIT_FAILED
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from app.limit.interrupted import Ended, number_of, words_of
 from app.limit.search import search
 from app.limit.tune_candidates import Standing
 from app.limit.tune_confirm import (
@@ -63,6 +64,7 @@ class Tuned:
         candidates: everybody who was tried, in order.
         idle: controls that were not turned, and why.
         is_cut: the time was over before everything was tried.
+        unfinished: what has ended it, a sentence without its full stop; empty where it went to its end.
         pairs: both measured again under fresh seeds.
         verdict: on what was found; `None` where nothing was.
         budgets: runs of several token budgets at one rate, beside the best of the other settings.
@@ -74,6 +76,7 @@ class Tuned:
     candidates: Sequence[Candidate]
     idle: dict[str, str]
     is_cut: bool
+    unfinished: str = ""
     pairs: Sequence[Pair] = ()
     verdict: Verdict | None = None
     budgets: Sequence[tuple[int, Run]] = field(default=(), repr=False)
@@ -82,6 +85,14 @@ class Tuned:
     def best(self) -> Standing:
         """The settings to take: those that were found where they are believed in, else those that there were."""
         return self.found if self.found and self.verdict and self.verdict.is_believed else self.present
+
+
+class CutTuning(Ended):
+    """A signal asks this process to end; with what came of tuning until then."""
+
+    def __init__(self, number: int, tuned: Tuned) -> None:
+        super().__init__(number)
+        self.tuned = tuned
 
 
 class Clock:
@@ -127,24 +138,67 @@ def tune(
         values: of all controls, as the server has them.
         start: the rate to begin with, in requests a second.
         tell: told what is tried.
+
+    Raises:
+        CutTuning: somebody ends it.
     """
-    tell("present settings")
-    runs = search(partial(measure, values), start, (options.seed,), afford=clock.within(PRESENT_UNTIL))
-    ascent = Ascent(measure, controls, options.seed, clock.within(ASCENT_UNTIL), tell)
-    present = Standing(values, tuple(runs))
-    found: Standing | None = ascent.climb(present)
+    seen: list[tuple[Values, Run]] = []
+
+    def watched(values: Values, rate: float, seed: int, *, whole: bool = False) -> Run:
+        run = measure(values, rate, seed, whole=whole)
+        seen.append((values, run))
+        return run
+
+    ascent = Ascent(watched, controls, options.seed, clock.within(ASCENT_UNTIL), tell)
+    found: Standing | None = None
+    done: Tuned | None = None
+    try:
+        tell("present settings")
+        runs = search(partial(watched, values), start, (options.seed,), afford=clock.within(PRESENT_UNTIL))
+        present = Standing(values, tuple(runs))
+        climbed = ascent.climb(present)
+        found = None if climbed is present or climbed.is_lost else climbed
+        done = _confirmed(watched, present, found, ascent, options, clock, tell)
+        return replace(done, budgets=_budgets(watched, done, options.seed, clock, tell))
+    except KeyboardInterrupt as key:
+        if done is None:
+            own = tuple([run for held, run in seen if held == values])
+            verdict = Verdict(False, "the search was interrupted")
+            done = Tuned(
+                controls, Standing(values, own), found, ascent.candidates, ascent.idle, is_cut=True, verdict=verdict
+            )
+        raise CutTuning(number_of(key), replace(done, unfinished=words_of(key))) from None
+
+
+def _confirmed(
+    measure: Measure,
+    present: Standing,
+    found: Standing | None,
+    ascent: Ascent,
+    options: Options,
+    clock: Clock,
+    tell: Callable[[str], object],
+) -> Tuned:
+    """What was found, measured again with fresh seeds beside what there was; that alone, where nothing was found."""
     fresh = range(options.seed + 1, options.seed + 1 + max(MIN_PAIRS, options.repeats - 1))
     pairs: list[Pair] = []
-    if found is present or found is None or found.is_lost:
-        found = None
+    if found is None:
         present = _repeated(measure, present, fresh, clock, tell)
     else:
         pairs = confirm(measure, present, found, fresh, clock.within(CONFIRMED_UNTIL), tell)
-        present = Standing(values, (*present.runs, *[run for pair in pairs for run in pair.present]))
+        present = Standing(present.values, (*present.runs, *[run for pair in pairs for run in pair.present]))
         found = Standing(found.values, (*found.runs, *[run for pair in pairs for run in pair.found]))
     verdict = judge(pairs) if found is not None else None
-    done = Tuned(controls, present, found, ascent.candidates, ascent.idle, ascent.is_cut, pairs, verdict)
-    return replace(done, budgets=_budgets(measure, done, options.seed, clock, tell))
+    return Tuned(
+        ascent.controls,
+        present,
+        found,
+        ascent.candidates,
+        ascent.idle,
+        ascent.is_cut,
+        pairs=pairs,
+        verdict=verdict,
+    )
 
 
 def _repeated(

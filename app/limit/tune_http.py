@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from app.limit.command import Looking
 from app.limit.endpoint import EndpointError
+from app.limit.interrupted import Interrupted, number_of, words_of
 from app.limit.search import FIRST_SHARE
-from app.limit.tune import Clock, tune
+from app.limit.tune import Clock, CutTuning, tune
 from app.limit.tune_admin import HttpAdmin
 from app.limit.tune_controls import controls_of
-from app.limit.tune_live import open_settings
+from app.limit.tune_live import open_settings, uninterrupted
 from app.limit.tune_result import tune_result
 from app.limit.words import per_second
 from app.render import numbers
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from app.limit.options import Options
     from app.limit.runs import Run
     from app.limit.summary import Outcome
-    from app.limit.tune import Wish
+    from app.limit.tune import Tuned, Wish
     from app.limit.tune_controls import Values
     from app.limit.tune_live import LiveSettings
     from app.limit.watch import Watch
@@ -100,21 +101,41 @@ def find_tuned(
     Raises:
         ConfigError: it has no such control.
         EndpointError: it cannot be tuned, or not now, or somebody else has changed its settings.
+        Interrupted: somebody ends it; its settings are its own again.
     """
-    with open_settings(HttpAdmin(endpoint), wish.names) as live:
-        controls = controls_of(live.view, wish.names)
-        if not wish.while_serving:
-            _refuse_unknown(endpoint)
-            refuse_others(endpoint, 0.0, watched=WATCHED_SECONDS)
-        looking = Looking(endpoint, source, options, report, watch, NUM_RUNS)
-        ready = looking.prepare()
-        clock = Clock(options.duration, ready.seconds_of, ready.began)
-        measure = LiveMeasure(live, endpoint, ready, clock, report, watch, beside_others=wish.while_serving)
-        tuned = tune(measure, controls, live.own, FIRST_SHARE * ready.capacity, options, clock, measure.tell)
-        applied = wish.apply and tuned.best is not tuned.present
-        if applied:
-            live.apply(tuned.best.values)
-    outcome = looking.outcome(ready, tuned.present.runs)
+    looking = Looking(endpoint, source, options, report, watch, NUM_RUNS)
+    ready: Prepared | None = None
+    tuned: Tuned | None = None
+    applied = False
+    try:
+        with open_settings(HttpAdmin(endpoint), wish.names) as live:
+            controls = controls_of(live.view, wish.names)
+            if not wish.while_serving:
+                _refuse_unknown(endpoint)
+                refuse_others(endpoint, 0.0, watched=WATCHED_SECONDS)
+            ready = looking.prepare()
+            clock = Clock(options.duration, ready.seconds_of, ready.began)
+            measure = LiveMeasure(live, endpoint, ready, clock, report, watch, beside_others=wish.while_serving)
+            tuned = tune(measure, controls, live.own, FIRST_SHARE * ready.capacity, options, clock, measure.tell)
+            if wish.apply and tuned.best is not tuned.present:
+                with uninterrupted():
+                    live.apply(tuned.best.values)
+                    applied = True
+    except CutTuning as cut:
+        assert ready is not None
+        told = _outcome(looking, ready, cut.tuned, wish, applied=False)
+        raise Interrupted(cut.number, told) from None
+    except KeyboardInterrupt as key:
+        if ready is None or tuned is None:
+            raise
+        told = _outcome(looking, ready, replace(tuned, unfinished=words_of(key)), wish, applied=applied)
+        raise Interrupted(number_of(key), told) from None
+    return _outcome(looking, ready, tuned, wish, applied=applied)
+
+
+def _outcome(looking: Looking, ready: Prepared, tuned: Tuned, wish: Wish, *, applied: bool) -> Outcome:
+    """With what came of tuning."""
+    outcome = looking.outcome(ready, tuned.present.runs, tuned.unfinished)
     remarks = ["The limit and the runs above are those of the settings that the server had."]
     if wish.while_serving:
         remarks.append("Others may have been served meanwhile: what they asked for is in every figure.")

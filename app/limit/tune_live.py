@@ -7,14 +7,17 @@ somebody else has changed something, that is noticed, it is all over, and only w
 
 from __future__ import annotations
 
+import math
 import secrets
 import signal
 import threading
 import time
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from app.limit.endpoint import EndpointError
+from app.limit.interrupted import Ended
 from app.limit.tune_admin import ChangedError
 from app.limit.tune_controls import SEATS
 
@@ -32,6 +35,8 @@ MIN_TTL_SECONDS: Final = 60.0
 # For those who must end before another policy begins.
 DRAIN_SECONDS: Final = 120.0
 POLL_SECONDS: Final = 0.2
+# What the reason of each change begins with.
+MARK: Final = "relevo limit --tune"
 # So often it is tried to bring back what was there, with so much time between.
 RESTORE_TRIES, RESTORE_PAUSE_SECONDS = 5, 1.0
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -54,9 +59,9 @@ class LiveSettings:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._admin, self._now, self._sleep = admin, now, sleep
-        self._mark = f"relevo limit --tune {secrets.token_hex(4)}"
+        self._mark = f"{MARK} {secrets.token_hex(4)}"
         self.view = admin.show()
-        _check(self.view)
+        _check(self.view, admin)
         effective = self.view["effective"]
         self.own: Values = {name: effective[name] for name in names if name in effective}
         self._batch = int(effective.get(BATCH, 0))
@@ -203,10 +208,10 @@ def uninterrupted() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
     if came:
-        raise KeyboardInterrupt
+        raise Ended(came[0])
 
 
-def _check(view: Mapping[str, Any]) -> None:
+def _check(view: Mapping[str, Any], admin: Admin) -> None:
     """Refuse a server that is no longer itself.
 
     Raises:
@@ -215,7 +220,25 @@ def _check(view: Mapping[str, Any]) -> None:
     if view["effective"].get("draining"):
         raise EndpointError("The server takes no new requests (draining); have it take them again first.")
     if view["reverts"]:
-        names = ", ".join(view["reverts"])
+        reverts = view["reverts"]
         raise EndpointError(
-            f"What holds now for {names} goes back by itself, so what is found would not last: wait, or make it last."
+            f"What holds now for {', '.join(reverts)} goes back by itself{_within(reverts)}, so what is found would "
+            f"not last: wait for that, or make it last.{_by_whom(admin.history(), reverts)}"
         )
+
+
+def _by_whom(history: Sequence[Mapping[str, Any]], reverts: Mapping[str, Any]) -> str:
+    """That it was set by another search, where that was so."""
+    last = next((entry for entry in reversed(history) if entry["changes"].keys() & reverts.keys()), None)
+    if last is None or not (last["reason"] or "").startswith(MARK):
+        return ""
+    return " It was set by another relevo limit --tune, which goes on or was killed."
+
+
+def _within(reverts: Mapping[str, Mapping[str, Any]]) -> str:
+    """In how many seconds the last of them has gone back, where the server tells; its clock is taken for this one's."""
+    try:
+        left = max(datetime.fromisoformat(plan["at"]) for plan in reverts.values()) - datetime.now(UTC)
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return f" within {math.ceil(max(1.0, left.total_seconds()))} s"

@@ -13,6 +13,7 @@
  "trade_off":  {"control", "rate", "seed", "points": [{"value", "ttft_p95_seconds", "itl_p95_seconds",
                 "e2e_p95_seconds", "requests", "holds"}]} or null,
  "complete":   whether everything was tried in the time,
+ "unfinished": what has ended it before its time, or null,
  "applied":    whether the server has the best settings now}
 """
 
@@ -47,7 +48,8 @@ def tune_result(tuned: Tuned, *, applied: bool) -> dict[str, Any]:
         "best": {**_standing(best), "changes": changes_of(best.values, present.values)},
         "evidence": _evidence(tuned),
         "trade_off": _trade_off(tuned.budgets),
-        "complete": not tuned.is_cut,
+        "complete": not tuned.is_cut and not tuned.unfinished,
+        "unfinished": tuned.unfinished or None,
         "applied": applied,
     }
 

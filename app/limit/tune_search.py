@@ -47,6 +47,7 @@ class Ascent:
         tell: told what is tried next.
 
     Attributes:
+        controls: all that are turned.
         candidates: everybody who was tried, in order.
         idle: controls that were not turned, as it would make no difference, and why.
         is_cut: the time was over before everything was tried.
@@ -60,7 +61,7 @@ class Ascent:
         afford: Callable[[float], bool],
         tell: Callable[[str], object] = lambda _what: None,
     ) -> None:
-        self._measure, self._controls = measure, controls
+        self._measure, self.controls = measure, controls
         self._seed, self._afford, self._tell = seed, afford, tell
         self._seen: set[frozenset[tuple[str, Value]]] = set()
         self.candidates: list[Candidate] = []
@@ -75,7 +76,7 @@ class Ascent:
             before = None
             while before is not best and not self.is_cut:
                 before = best
-                for control in self._controls:
+                for control in self.controls:
                     best = self._turn(control, best, step)
         return present if best.values == present.values else best
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from app.limit.interrupted import Interrupted
 from app.limit.search import FIRST_SHARE
 from app.limit.simulated import outcome_of, prepare_simulated
-from app.limit.tune import Clock, tune
+from app.limit.tune import Clock, CutTuning, tune
 from app.limit.tune_controls import ADMISSION, DRAFTS, POLICY, controls_of
 from app.limit.tune_result import tune_result
 from app.limit.watch import Watch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from app.limit.runs import Run
     from app.limit.simulated import SimulatedMeasure
     from app.limit.summary import Outcome
-    from app.limit.tune import Wish
+    from app.limit.tune import Tuned, Wish
     from app.limit.tune_controls import Values
     from engine.config import EngineConfig
 
@@ -73,6 +74,7 @@ def tune_simulated(
 
     Raises:
         ConfigError: nothing can be served, or there is no such control in a simulation.
+        Interrupted: somebody ends it.
     """
     if DRAFTS in wish.names:
         raise ConfigError(f"A simulation has no text, so nothing can be drafted; leave {DRAFTS} out of --tune.")
@@ -85,8 +87,15 @@ def tune_simulated(
     def say(what: str) -> None:
         report(int(clock.gone), int(options.duration), what)
 
+    def outcome(tuned: Tuned) -> Outcome:
+        remarks = ["The limit and the runs above are those of the settings at the start."]
+        found = outcome_of(base, capacity, tuned.present.runs, clock.gone)
+        told = tune_result(tuned, applied=False)
+        return replace(found, tune=told, remarks=remarks, unfinished=tuned.unfinished)
+
     measure = TunedMeasure(base, values, say, watch or Watch())
-    tuned = tune(measure, controls, values, FIRST_SHARE * capacity, options, clock, measure.tell)
-    outcome = outcome_of(base, capacity, tuned.present.runs, clock.gone)
-    remarks = ["The limit and the runs above are those of the settings at the start."]
-    return replace(outcome, tune=tune_result(tuned, applied=False), remarks=remarks)
+    try:
+        tuned = tune(measure, controls, values, FIRST_SHARE * capacity, options, clock, measure.tell)
+    except CutTuning as cut:
+        raise Interrupted(cut.number, outcome(cut.tuned)) from None
+    return outcome(tuned)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 SAME: Final = "The settings you have are as good as any that were tried"
 UNKNOWN: Final = "Whether other settings are better is not known"
+OVER: Final = "The time was over before everything was tried; give a larger --duration."
 
 
 def tune_lines(tune: Mapping[str, Any]) -> list[str]:
@@ -19,7 +20,7 @@ def tune_lines(tune: Mapping[str, Any]) -> list[str]:
     return [
         *(["", *_candidates(tune)] if tune["candidates"] else []),
         *[f"{one['name']} was not turned: {one['idle']}." for one in tune["controls"] if one["idle"]],
-        *([] if tune["complete"] else ["The time was over before everything was tried; give a larger --duration."]),
+        *([] if tune["complete"] or tune.get("unfinished") else [OVER]),
         *(["", *_trade_off(tune["trade_off"])] if tune["trade_off"] else []),
         "",
         *verdict_lines(tune),
@@ -101,7 +102,7 @@ def verdict_lines(tune: Mapping[str, Any]) -> list[str]:
     evidence, best, found = tune["evidence"], tune["best"], tune["found"]
     if not evidence["believed"]:
         if found is None:
-            return [f"{SAME if tune['candidates'] else UNKNOWN}: {evidence['why']}."]
+            return [f"{SAME if tune['candidates'] and evidence['complete'] else UNKNOWN}: {evidence['why']}."]
         changes = {name: [tune["present"]["settings"][name], value] for name, value in found["settings"].items()}
         changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
         promised = [one["limit"] for one in tune["candidates"] if one["limit"]][-1]

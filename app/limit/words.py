@@ -28,7 +28,8 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
     """Everything, for a terminal about 150 columns wide."""
     if "policies" not in result:
         return [*what_was_asked(result), "", *_what_came(result)]
-    lines = [*what_was_asked(result), "", *policy_lines(result)]
+    cut = [f"{result['unfinished']}."] if result.get("unfinished") else []
+    lines = [*what_was_asked(result), "", *cut, *policy_lines(result)]
     for name, one in result["policies"].items():
         lines += ["", f"Under {name}:", *_what_came(one)]
     return lines
@@ -144,9 +145,12 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
         return [f"No limit: {result['why']}"]
     least = "at least " if limit["is_at_least"] else ""
     broken = f"; beyond it {broken_words(limit['broken_promise'])}" if limit["broken_promise"] else ""
+    held = held_words(limit)
+    begin = "Until then the limit is" if result.get("unfinished") else "The limit is"
     lines = [
-        f"The limit is {least}{per_second(limit['requests_per_second'])} requests/s (between "
+        f"{begin} {least}{per_second(limit['requests_per_second'])} requests/s (between "
         f"{per_second(limit['low'])} and {per_second(limit['high'])}){_bound(limit['bound_by'])}{broken}.",
+        *([f"{held[0].upper()}{held[1:]}; the limit is told from all runs together."] if held else []),
         f"Just below it: goodput {limit['goodput']:.2f} requests/s, "
         f"{numbers.rate(limit['output_tokens_per_second'])} tokens/s.",
     ]
@@ -155,6 +159,15 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     if limit["cost_per_million_output_tokens"] is not None:
         lines.append(f"A million output tokens cost {limit['cost_per_million_output_tokens']:.2f}.")
     return lines
+
+
+def held_words(limit: Mapping[str, Any]) -> str:
+    """Up to which rate every run held; empty where that is the limit itself, which is told from all runs together."""
+    estimate = limit["requests_per_second"]
+    held = limit.get("held_requests_per_second", estimate)  # older results do not tell
+    if held is None:
+        return "a run at the lowest rate that was tried was lost"
+    return "" if per_second(held) == per_second(estimate) else f"every run held up to {per_second(held)} requests/s"
 
 
 def _bound(bound: str) -> str:

@@ -10,7 +10,7 @@ from app.limit.bounds import bound_words
 from app.limit.remarks import NAMES
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.tune_words import tune_lines, verdict_lines
-from app.limit.words import broken_words, per_second
+from app.limit.words import broken_words, held_words, per_second
 from app.live_change import KEYS
 from app.render import numbers
 from app.render.curve import Curve, Limit, Point, draw_curve
@@ -284,6 +284,7 @@ def tiles_of(result: Mapping[str, Any], *, thinks: str, priced: str) -> list[Til
         least = "at least; " if limit["is_at_least"] else ""
         between = f"{least}between {per_second(limit['low'])} and {per_second(limit['high'])}"
         broken = limit["broken_promise"]
+        between += f"; {held}" if (held := held_words(limit)) else ""
         speed = numbers.rate(limit["output_tokens_per_second"]).text
         tiles += [
             Tile("Operating limit", per_second(limit["requests_per_second"]), "requests/s", between),

@@ -338,7 +338,7 @@ def test_an_interruption_ends_everything_that_was_started(number: signal.Signals
         assert any("app.limit.generator" in words for words in processes(marked["LIMIT_TEST"]))
         process.send_signal(number)
         out, err = process.communicate(timeout=15)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out, err) == (128 + number, "", "")
 
 
 @pytest.mark.slow

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.limit.asking import MAX_CHARS, ask, one_line, what_is_wrong
-from app.limit.command import Looking, ended_like_a_key
+from app.limit.command import Looking
 from app.limit.endpoint import Endpoint, EndpointError, find_endpoint
 from app.limit.exchange import Answer, has_text, read_whole, tokens_per_character
+from app.limit.interrupted import ended_like_a_key
 from app.limit.options import Options, make_source
 from app.limit.scrapes import Observed, bound_by, observe, values_of
 from app.limit.summary import summarize
@@ -143,7 +144,9 @@ def test_a_server_that_dies_in_the_middle_ends_the_search_which_is_told() -> Non
     (run,) = result["curve"]
     assert run["errors"] > 0
     assert not run["holds"]
-    assert "The server does not answer any more" in result["remarks"][0]
+    assert result["unfinished"].startswith("The server died, or cannot be reached any more (")
+    assert result["remarks"][0] == f"{result['unfinished']}: this is what was measured by then."
+    assert result["why"].startswith(f"{result['unfinished']}, before any rate was known to hold (tried down to ")
 
 
 def test_too_many_at_once_and_too_long_prompts_are_told_with_what_to_do() -> None:

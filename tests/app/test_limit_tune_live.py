@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import httpx
 import pytest
 import trio
 
+from app.audit import timestamp
 from app.limit.endpoint import EndpointError, find_endpoint
 from app.limit.lengths import Ranges
 from app.limit.load import Source, WorkClass
@@ -325,6 +327,18 @@ def test_a_server_that_is_not_itself_is_refused(state: str) -> None:
     assert len(admin.patches) == (state == "temporary")
 
 
+def test_a_search_that_was_killed_is_told_with_how_long_its_settings_hold() -> None:
+    admin = FakeAdmin()
+    LiveSettings(admin, NAMES).hold(MORE, 10)  # and this process is killed
+    admin.reverts[SEATS]["at"] = timestamp(time.time() + 95.5)
+    with pytest.raises(EndpointError, match=r"by itself within 9[56] s, .* another relevo limit --tune, which goes"):
+        LiveSettings(admin, NAMES)
+    admin.expire()
+    admin.by_admin(**{SEATS: 20, "ttl_seconds": 60})
+    with pytest.raises(EndpointError, match=r"by itself, so .* or make it last\.$"):
+        LiveSettings(admin, NAMES)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_waits_until_they_are_there_again(number: signal.Signals) -> None:
     done = []
@@ -493,7 +507,7 @@ def test_a_whole_tuning_over_real_sockets(served: str, tmp_path: Path) -> None:
 
 TUNING = """
 import sys, time
-from app.limit.command import ended_like_a_key
+from app.limit.interrupted import ended_like_a_key
 from app.limit.endpoint import find_endpoint
 from app.limit.tune_admin import HttpAdmin
 from app.limit.tune_live import open_settings

@@ -1,0 +1,68 @@
+"""A search that is ended from outside: how that is heard, what was measured by then, and the exit code.
+
+A signal is heard as the key that interrupts is: it unwinds what runs, so that what was started is ended and what was
+changed is put back. On its way it takes up what was measured (`Interrupted`). Another one meanwhile ends everything
+without a word.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from app.limit.summary import Outcome
+
+# As shells tell of a process that a signal has ended.
+SIGNALLED: Final = 128
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asks this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Interrupted(Ended):
+    """The same, with what was measured until then."""
+
+    def __init__(self, number: int, outcome: Outcome) -> None:
+        super().__init__(number)
+        self.outcome = outcome
+
+
+def number_of(key: KeyboardInterrupt) -> int:
+    """The signal behind it; the key itself is SIGINT."""
+    return key.number if isinstance(key, Ended) else signal.SIGINT
+
+
+def code_of(key: KeyboardInterrupt) -> int:
+    """The exit code: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
+    return SIGNALLED + number_of(key)
+
+
+def words_of(key: KeyboardInterrupt) -> str:
+    """What a result says of it, a sentence without its full stop."""
+    return f"The search was interrupted ({signal.Signals(number_of(key)).name})"
+
+
+@contextmanager
+def ended_like_a_key() -> Iterator[None]:
+    """Whoever ends this process, or closes its terminal, ends what it started: as the key that interrupts does."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        raise Ended(number)
+
+    # What is ignored stays so: `nohup` is to outlive its terminal.
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

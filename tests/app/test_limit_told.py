@@ -1,0 +1,205 @@
+"""What `relevo limit` says of a limit, of what cannot be, and of who else was there."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import json
+import os
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from app.limit.against import against_lines
+from app.limit.command import Looking
+from app.limit.endpoint import EndpointError, find_endpoint
+from app.limit.lengths import Fitted, Ranges
+from app.limit.load import Source, WorkClass, check_lengths
+from app.limit.options import Options, make_source
+from app.limit.over_http import HttpMeasure
+from app.limit.own_server import LOCK, PREFIX, open_folder
+from app.limit.report import page_of
+from app.limit.runs import Promise
+from app.limit.scrapes import num_answered
+from app.limit.search import highest_held
+from app.limit.statistics import limit_of
+from app.limit.summary import Outcome, summarize
+from app.limit.words import lines_of
+from engine.config import SloTargets
+from engine.errors import ConfigError
+from tests.app.endpoints import open_endpoint
+from tests.app.test_limit_command import SIMULATE
+from tests.app.test_limit_policies import SOURCE, TARGETS, outcome_with_limit
+from tests.app.test_limit_search import make_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from app.limit.runs import Run
+
+
+def run_at(rate: float, share: float, seed: int = 0) -> Run:
+    """A run of which that share of the requests missed the promise; 5 % may."""
+    return make_run(rate, seed, ttft=lambda place: 2.0 if place * 0.618 % 1 < share else 0.1)
+
+
+# What a search comes upon by chance: the one in the middle was lost, and the one above it held.
+BY_CHANCE = (run_at(16.0, 0.01), run_at(16.7, 0.02), run_at(17.1, 0.055), run_at(17.4, 0.02), run_at(18.0, 0.20))
+
+
+def test_the_rate_up_to_which_every_run_held_is_told_beside_a_limit_that_is_another() -> None:
+    found = limit_of(BY_CHANCE)
+    assert found is not None
+    assert 17.1 < found.estimate < 18.0
+    assert highest_held(BY_CHANCE) == 16.7
+    assert highest_held(BY_CHANCE[:2]) == 16.7
+    assert highest_held(BY_CHANCE[2:]) is None
+    late = make_run(15.0, ttft=lambda _: 9.0, lag=0.5)
+    assert highest_held((late, *BY_CHANCE)) == 16.7
+    assert highest_held((run_at(16.0, 0.2, seed=1), *BY_CHANCE)) is None
+    result = summarize(Outcome({}, SOURCE, None, 20.0, BY_CHANCE, 1.0), Options(targets=TARGETS))
+    assert result["limit"]["held_requests_per_second"] == 16.7
+    assert "Every run held up to 16.7 requests/s; the limit is told from all runs together." in lines_of(result)
+    assert "; every run held up to 16.7 requests/s" in page_of(result)
+    lost = summarize(Outcome({}, SOURCE, None, 20.0, BY_CHANCE[2:], 1.0), Options(targets=TARGETS))
+    assert lost["limit"]["held_requests_per_second"] is None
+    said = "A run at the lowest rate that was tried was lost; the limit is told from all runs together."
+    assert said in lines_of(lost)
+
+
+def test_it_is_not_told_twice_where_it_is_the_limit_nor_of_results_that_do_not_know_it() -> None:
+    result = summarize(Outcome({}, SOURCE, None, 20.0, BY_CHANCE[:2], 1.0), Options(targets=TARGETS))
+    assert result["limit"]["held_requests_per_second"] == result["limit"]["requests_per_second"] == 16.7
+    assert not any("very run held" in line for line in lines_of(result))
+    del result["limit"]["held_requests_per_second"]
+    assert not any("very run held" in line for line in lines_of(result))
+
+
+def mixed(*lengths: Ranges | Fitted, factors: tuple[float, ...] = (1.0, 1.0)) -> Source:
+    classes = tuple([WorkClass(f"c{n}", 1.0, one, TARGETS, factors[n]) for n, one in enumerate(lengths)])
+    return Source(classes, Promise(tuple([TARGETS] * len(classes)), 0.01), max_model_len=8192)
+
+
+SHORT, LONG = Ranges((10, 20), (5, 5)), Ranges((100_000, 120_000), (60, 60))
+
+
+def test_a_class_of_which_nothing_fits_is_refused_with_what_would_make_it_fit() -> None:
+    with pytest.raises(ConfigError, match=r"No request of the class c1 fits .* 8192 tokens; give it factor = 15 in"):
+        check_lengths(mixed(SHORT, LONG), None)
+    with pytest.raises(ConfigError, match=r"class c0 fits .* factor = 30 in the mix, or .* with --factor 15"):
+        check_lengths(replace(mixed(LONG, factors=(2.0,)), max_model_len=4096), None)
+    with pytest.raises(ConfigError, match=r"With --factor 2, 2000 of 2000 requests of the class c1 are longer"):
+        check_lengths(mixed(SHORT, LONG), 2.0)
+    for fine, factor in ((mixed(SHORT, LONG, factors=(1.0, 15.0)), None), (mixed(SHORT, LONG), 15.0)):
+        check_lengths(fine, factor)
+    check_lengths(mixed(Fitted("mooncake")), None)  # a trace is fitted to the context
+    check_lengths(replace(mixed(SHORT, LONG), max_model_len=None), None)
+
+
+def test_a_mix_that_does_not_fit_is_refused_in_virtual_time_too(run: Any, tmp_path: Path) -> None:
+    mix = tmp_path / "mix.toml"
+    tables = [
+        f'[[class]]\nname = "{name}"\nshare = 1\nprompt_tokens = {tokens}\noutput_tokens = 5\n'
+        for name, tokens in (("short", 20), ("endless", 900_000))
+    ]
+    mix.write_text("".join(tables))
+    code, out, err = run(*SIMULATE, "--mix", mix)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert (
+        "No request of the class endless fits into the context of 8192 tokens; give it factor = 110 in the mix" in err
+    )
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--admin-token", "--context"])
+def test_what_is_for_a_server_is_refused_where_none_is_asked(run: Any, flag: str) -> None:
+    code, out, err = run(*SIMULATE, flag, "@nofile" if flag != "--context" else "64")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{flag} is for a server, and --simulate asks none; leave it out" in err
+
+
+def with_policies(**rates: float) -> dict[str, Any]:
+    found = {name: outcome_with_limit(rate) for name, rate in rates.items()}
+    main = [*found][-1]
+    outcome = replace(found[main], policy=main, policies=found) if len(found) > 1 else found[main]
+    result = summarize(outcome, Options(targets=TARGETS))
+    return json.loads(json.dumps(result)) | ({} if len(found) > 1 else {"settings": {"policy": main}})
+
+
+def test_policies_that_both_have_are_compared_and_the_others_named() -> None:
+    now, then = with_policies(static=2.0, continuous=8.0), with_policies(dynamic=3.0, continuous=4.0)
+    same, *others = against_lines(now, then)
+    assert same.startswith("continuous: Then: 4.04 requests/s")
+    assert "That is 2.00 times" in same
+    assert others == ["static was measured only now.", "dynamic was measured only then."]
+    alone = with_policies(static=1.0)
+    first, *rest = against_lines(now, alone)
+    assert first.startswith("static: Then: 1.01 requests/s")
+    assert rest == ["continuous was measured only now."]
+    assert against_lines(then, alone)[0] == "Nothing can be compared: they are of other policies."
+    untold = copy.deepcopy(alone) | {"settings": None}
+    assert against_lines(now, untold)[0].startswith("continuous: Then: 1.01 requests/s")
+
+
+def test_answers_that_others_got_are_counted_and_told() -> None:
+    text = (
+        'relevo:request_success_total{{finished_reason="stop"}} {0}\n'
+        'relevo:request_success_total{{finished_reason="length"}} {1}\n'
+        'relevo:request_success_total{{finished_reason="abort"}} {2}\n'
+    )
+    before, after = text.format(5, 10, 0), text.format(8, 30, 99)
+    assert num_answered(before, after) == 23
+    assert num_answered("vllm:num_requests_running 0\n", after) is None
+    with open_endpoint(metrics=before) as (url, behaviour):
+        measure = HttpMeasure(find_endpoint(url, "chat"), SOURCE, 5, 10.0, idle_seconds=0.0)
+        assert measure(60.0, 0).others in (None, 0)
+        timer = threading.Timer(0.7, setattr, (behaviour, "metrics", after))
+        timer.start()
+        seen = measure(6.0, 0)
+        timer.join()
+    assert seen.others is not None
+    assert 23 - 12 <= seen.others <= 23 - 8
+    runs = [replace(run, others=seen.others) for run in BY_CHANCE[:2]]
+    result = summarize(Outcome({}, SOURCE, None, 20.0, [*runs, BY_CHANCE[-1]], 1.0), Options(targets=TARGETS))
+    assert [run["requests_of_others"] for run in result["curve"]] == [seen.others, seen.others, None]
+    said = (
+        f"The server gave {2 * (seen.others or 0)} answers to others during 2 of 3 runs, to users or to another search"
+    )
+    assert any(remark.startswith(said) for remark in result["remarks"])
+
+
+@pytest.mark.slow
+def test_a_time_that_is_too_short_is_told_with_one_that_is_not() -> None:
+    asked = Options(targets=SloTargets(9.0, None, None), factor=400.0, duration=4.0, streams=2)
+    with open_endpoint(first_seconds=0.6) as (url, _):
+        look = Looking(find_endpoint(url, "chat"), make_source(asked), asked, lambda *_: None)
+        with pytest.raises(EndpointError, match=r"within 0.25 s; give --duration 16 or more, or a larger --factor"):
+            look.find()
+
+
+def test_what_a_whole_search_takes_is_said_where_there_was_no_time_for_it() -> None:
+    outcome = replace(outcome_with_limit(100.0), wanted_seconds=77)
+    remarks = summarize(outcome, Options(targets=TARGETS, duration=20.0))["remarks"]
+    assert "Only 1 of 3 seeds were tried: there was no time for more, give --duration 77 or more." in remarks
+    lost = summarize(replace(outcome, runs=outcome.runs[1:]), Options(targets=TARGETS, duration=20.0))
+    assert lost["why"].endswith("no time for lower ones, give --duration 77 or more or a larger --factor.")
+
+
+def test_what_killed_processes_have_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, used, fresh, foreign = (tmp_path / f"{PREFIX}{name}" for name in ("left", "used", "fresh", "foreign"))
+    for folder in (left, used, fresh):
+        folder.mkdir()
+        (folder / LOCK).touch()
+        (folder / "log").touch()
+    foreign.symlink_to(left)
+    for folder in (left, used):
+        os.utime(folder, (0, time.time() - 120))
+    with (used / LOCK).open("rb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        with open_folder() as (mine, _):
+            assert {*tmp_path.iterdir()} == {used, fresh, foreign, mine}
+        assert {*tmp_path.iterdir()} == {used, fresh, foreign}

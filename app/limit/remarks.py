@@ -69,7 +69,7 @@ def _misses(single: Run) -> Iterator[str]:
     """Each promise that one user alone does not get, with what that user gets."""
     for number, targets in enumerate(single.promise.targets):
         seen = [one for one in single.seen if one.work_class == number]
-        of = f" of class {number + 1}" if len(single.promise.targets) > 1 else ""
+        of = single.promise.of(number)
         for name, target in given(targets).items():
             if name + of in single.hopeless:
                 got = numbers.seconds(median(_samples(seen, name)) if _samples(seen, name) else None)

@@ -8,14 +8,15 @@ from markupsafe import Markup
 
 from app.assets import static_dir
 from app.limit.against import against_lines
+from app.limit.bounds import bound_words
 from app.limit.report_charts import charts_of
 from app.limit.report_tune import tune_variables
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.words import LATENCIES, generator_line, limit_lines, per_second, policy_rows
 from app.render import numbers
 from app.render.limit import tiles_of, verdict_of, verdict_words
-from app.render.templates import make_environment
 from app.render.plain import plain_of
+from app.render.templates import make_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,8 +47,8 @@ class Row(NamedTuple):
 
 def page_of(result: Mapping[str, Any], older: Mapping[str, Any] | None = None) -> str:
     """The HTML of a result; `older` is another one to compare with."""
-    css = "\n".join((static_dir() / name).read_text(encoding="utf-8") for name in STYLES)
     result, older = plain_of(result), plain_of(older)
+    css = "\n".join((static_dir() / name).read_text(encoding="utf-8") for name in STYLES)
     rows = [_row(run) for run in result["curve"]]
     return (
         make_environment()
@@ -58,6 +59,7 @@ def page_of(result: Mapping[str, Any], older: Mapping[str, Any] | None = None) -
             headline=limit_lines(result)[0],
             lead=_lead(result),
             tiles=tiles_of(result, thinks="with the time they think", priced="at the price of the machine"),
+            bound=bound_words(result["limit"]["bound_by"]) if result["limit"] is not None else "",
             promises=_promises(result),
             has_single=result["single_user"] is not None,
             charts=charts_of(result, older),

@@ -130,9 +130,10 @@ def _tuned(search_id: str, tune: Mapping[str, Any] | None, limits: Limits) -> di
     return {
         "id": search_id,
         "verdict": verdict[0],
+        "more_time": "" if tune["complete"] else FIELDS["--duration"],
         "changes": list_changes(changes),
         "holds": all(getattr(limits, name) == new for name, (_, new) in changes.items()),
-        "tried": "\n".join(lines[: -len(verdict)]).strip("\n"),
+        "tried": _for_a_form("\n".join(lines[: -len(verdict)]).strip("\n")),
     }
 
 
@@ -283,8 +284,8 @@ def tiles_of(result: Mapping[str, Any], *, thinks: str, priced: str) -> list[Til
     if limit is not None:
         least = "at least; " if limit["is_at_least"] else ""
         between = f"{least}between {per_second(limit['low'])} and {per_second(limit['high'])}"
-        broken = limit["broken_promise"]
         between += f"; {held}" if (held := held_words(limit)) else ""
+        broken = limit["broken_promise"]
         speed = numbers.rate(limit["output_tokens_per_second"]).text
         tiles += [
             Tile("Operating limit", per_second(limit["requests_per_second"]), "requests/s", between),

@@ -26,6 +26,7 @@ from app.recording.recorder import open_recorder
 from tests.app.limit_lines import RUNS, progress_line, result_of, run_at, run_line, whole_script, wish, write_script
 from tests.app.serving import CHAT, chat_body, make_settings, open_server
 from tests.fixtures_browser import server as server_process
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 HTML = {"Accept": "text/html"}
 HOSTILE = "<img src=x onerror=alert(1)>"
 ADMIN = {"Authorization": "Bearer letmein"}
-PATIENCE_SECONDS = 60.0
+
 LOST = result_of([run_at(4.0, 9.0)])
 
 

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from app.limit.bounds import BOUNDS, UNKNOWN
 from app.limit.report import page_of
+from app.limit.scrapes import Observed, bound_by
+from app.limit.summary import GENERATOR
 from app.limit.words import limit_lines, per_second
 from tests.app.test_limit_command import SIMULATE
 
@@ -94,6 +97,21 @@ def test_the_report_says_the_limit_first_and_shows_every_run(result: dict[str, A
     for remark in result["remarks"]:
         assert " ".join(remark.split()) in page.words
     assert "95 % of first tokens" in page.words
+
+
+@pytest.mark.parametrize("told", [*BOUNDS, "unknown: the server shows no metrics"])
+def test_the_report_says_what_bound_the_limit_and_what_helps(result: dict[str, Any], told: str) -> None:
+    result["limit"]["bound_by"] = told
+    assert BOUNDS.get(told, UNKNOWN) in Reader(page_of(result)).words
+
+
+def test_every_bound_that_can_be_told_is_explained() -> None:
+    seen = [
+        Observed(running=3.0, preemptions=1), Observed(running=4.0, max_num_seqs=4),
+        Observed(running=1.0, max_num_seqs=4, step_tokens=60.0, token_budget=64), Observed(running=3.0, waiting=2.0),
+        Observed(running=1.0, max_num_seqs=4),
+    ]  # fmt: skip
+    assert {*map(bound_by, seen), GENERATOR} == BOUNDS.keys()
 
 
 def test_the_report_fetches_and_runs_nothing(result: dict[str, Any]) -> None:

@@ -196,12 +196,25 @@ def _advice_on_waiting(snapshot: Mapping[str, Any], met: Mapping[str, Any], most
             return Advice(why, "Admission on demand lets them in sooner, at the price of preemptions.", "admission")
         return Advice(why, "Shorter answers (max_tokens), or more [cache] memory at the next start.")
     if reason == "token_budget":
+        if _is_paced(snapshot):
+            why = (
+                f"{waits} for room in a step, and steps are kept as short as the gaps between tokens that are promised"
+            )
+            return Advice(why, "It needs less load, a faster machine, or a longer promise.", "itl_p95_seconds")
         help_ = f"Raise the token budget ({numbers.count(config['max_num_batched_tokens'])} now)."
         return Advice(f"{waits} for room in a step", help_, "max_num_batched_tokens")
     if reason == "policy":
         why = f"{waits} for the next batch, as batching is {config['policy']}"
         return Advice(why, "Continuous batching seats whoever comes at the next step.", "policy")
     return Advice(f"{numbers.count(requests['waiting'])} wait")
+
+
+def _is_paced(snapshot: Mapping[str, Any]) -> bool:
+    """Whether most steps lately had fewer tokens than the budget, for the sake of gaps (`slo_admission`)."""
+    steps = snapshot["table"]["steps"][-RECENT_STEPS:]
+    most = int(snapshot["config"]["max_num_batched_tokens"])
+    num_paced = sum([int(step["budget"]) < most for step in steps])
+    return 2 * num_paced > len(steps)
 
 
 def _advice_on_seats(snapshot: Mapping[str, Any], waits: str, most_seats: int) -> Advice:

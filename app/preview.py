@@ -108,7 +108,11 @@ def _words(name: str, old: Value, new: Value, after: Mapping[str, Any], now: Sit
         case "max_waiting_tokens":
             return _bound_words(int(new), now.waiting_tokens, "prompt tokens waiting")
         case "slo_admission":
-            return "Holds for who comes from now on." if new else "Nobody is refused any more for coming too late."
+            return (
+                "Who comes from now on may be refused; the next step may be shorter."
+                if new
+                else "Nobody is refused any more for coming too late, and steps have the whole budget."
+            )
         case "enable_prefix_caching":
             return _cache_words(on=bool(new), now=now)
         case _ if name in MAX_TARGETS:

@@ -68,7 +68,7 @@ class ScheduledBatch:
         padding: computed beside the rows for nothing; only fixed batches have any.
         drafts: row index to tokens that are computed behind the row's last one as if they were known, a draw behind
             each of them. Such a row is plain, samples, and has blocks for them; `counts` is without them.
-        token_budget: the limit the step was planned under, in tokens.
+        token_budget: tokens that the step could have: the limit, or fewer where the gaps promised leave less time.
         generation: of the limits it was planned under.
     """
 

@@ -17,8 +17,7 @@ class Plan:
     def __init__(self, step: int, limits: Limits) -> None:
         self.step = step
         self.limits = limits
-        self.tokens_left = limits.max_num_batched_tokens
-        self.is_paced = False  # it has fewer than that, for the sake of the gaps between tokens
+        self.token_budget = self.tokens_left = limits.max_num_batched_tokens
         # One tuple a row, turned into columns at the end: cheaper than growing six lists.
         self.rows: list[tuple[int, int, int, int, bool, bool]] = []
         self.seated: list[Seated] = []
@@ -29,10 +28,14 @@ class Plan:
         self.drafts: dict[int, tuple[int, ...]] = {}
 
     def keep_within(self, num_tokens: float) -> None:
-        """Give out no more than so many."""
-        if num_tokens < self.tokens_left:
-            self.tokens_left = int(num_tokens)
-            self.is_paced = True
+        """Give out no more than so many, for the sake of the gaps between tokens. Before any is given."""
+        if num_tokens < self.token_budget:
+            self.token_budget = self.tokens_left = int(num_tokens)
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether there are fewer tokens than the limits have."""
+        return self.token_budget < self.limits.max_num_batched_tokens
 
     def seat(self, sequence: Sequence, new_blocks: tuple[int, ...]) -> None:
         """Let a newcomer sit down and give it what is left, which may be nothing yet."""
@@ -85,6 +88,6 @@ class Plan:
             preempted=tuple(self.preempted),
             padding=tuple(self.padding),
             drafts=self.drafts,
-            token_budget=self.limits.max_num_batched_tokens,
+            token_budget=self.token_budget,
             generation=self.limits.generation,
         )

@@ -131,9 +131,8 @@ def find_mixed(steps: Sequence[Mapping[str, Any]], offset: int) -> list[tuple[in
 
 def find_changes(steps: Sequence[Mapping[str, Any]], offset: int) -> list[tuple[int, int]]:
     """The columns of the first steps that were planned under other settings, each with its generation."""
-    settings = [(step.get("generation", 0), step.get("budget")) for step in steps]
-    pairs = enumerate(pairwise(settings), offset + 1)
-    return [(column, after[0]) for column, (before, after) in pairs if before != after]
+    pairs = enumerate(pairwise([step.get("generation", 0) for step in steps]), offset + 1)
+    return [(column, after) for column, (before, after) in pairs if before != after]
 
 
 class Tokens(NamedTuple):

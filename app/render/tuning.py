@@ -32,7 +32,8 @@ EFFECTS: Final = {
     "max_waiting": "Lower: who comes late is refused sooner, instead of waiting in vain. Of each class of work.",
     "max_waiting_tokens": "The same by the length of what waits. A prompt alone is never too long for it.",
     "slo_admission": "On: who would have its first token after its own timeout, or the target of its class, is refused "
-    "at once, with what was expected. Off: it waits.",
+    "at once, with what was expected, and steps read no more of prompts than the gaps promised leave time for. Off: it "
+    "waits.",
     "ttft_p95_seconds": "95 % of first tokens are to come within it; 0 promises nothing. All pages and metrics measure "
     "by it at once; a request is judged by what holds when it ends.",
     "itl_p95_seconds": "The same of the gaps between tokens.",

@@ -85,7 +85,7 @@ SETTINGS = {
     "num_speculative_tokens": "Drafts",
     "max_waiting": "Queue, requests",
     "max_waiting_tokens": "Queue, prompt tokens",
-    "slo_admission": "Refuse who comes too late",
+    "slo_admission": "Keep the promise",
     "enable_prefix_caching": "Prefix cache",
     "ttft_p95_seconds": "Target, first token",
     "itl_p95_seconds": "Target, between tokens",

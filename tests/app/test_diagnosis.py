@@ -119,6 +119,14 @@ def test_each_reason_to_wait_has_its_own_control(reason: str, config: dict[str, 
     assert "3 wait" in finding.why
 
 
+def test_where_steps_are_kept_short_for_the_gaps_a_larger_budget_is_no_help() -> None:
+    late = house(requests=waits(3, "token_budget"))
+    short = [{"step": number, "budget": 40, "rows": []} for number in range(1, 65)]
+    (finding,) = found(meets(late | {"table": late["table"] | {"steps": short}}, ttft=5.0, queue=4.0))
+    assert finding.setting == "itl_p95_seconds"
+    assert "as short as the gaps between tokens" in finding.why
+
+
 def test_long_prompts_are_helped_by_the_budget_while_tokens_have_time() -> None:
     slow = house(requests={"running": 4, "waiting": 0})
     (finding,) = found(meets(slow, ttft=3.0, queue=0.1, itl=0.1))

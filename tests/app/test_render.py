@@ -137,6 +137,15 @@ def test_a_preemption_is_marked_on_the_seat_that_was_lost() -> None:
     assert float(crosses[0].attrib["y"]) > 18
 
 
+def test_a_step_that_is_kept_short_has_a_limit_of_its_own_and_no_mark() -> None:
+    steps = [step(n, [0, "a", "decode", 1], budget=64 - n, generation=6) for n in range(1, 5)]
+    plot = draw_table({"seats": 1, "budget": 64, "steps": steps}, palette_for("a"), seats=1).plot
+    assert "Generation" not in plot
+    limit = re.search(r'class="limit" d="([^"]+)"', plot)
+    assert limit is not None
+    assert limit[1].count("L") == 3
+
+
 def test_a_changed_budget_is_marked_and_the_limit_follows_it() -> None:
     steps = [step(n, [0, "a", "decode", 1], budget=64 if n < 3 else 16, generation=6 + n // 3) for n in range(1, 5)]
     plot = draw_table({"seats": 1, "budget": 16, "steps": steps}, palette_for("a"), seats=1).plot

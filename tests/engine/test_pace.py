@@ -80,7 +80,9 @@ COSTS = CostModel(products=Curve(((1, 0.008), (512, 0.519))), row_seconds=0.0)
 TARGET = 0.06
 
 
-def serve(*, rate: float = 40.0, number: int = 400, costs: CostModel = COSTS, **limits: Any) -> SimulationResult:
+def serve(
+    *, rate: float = 40.0, number: int = 400, costs: CostModel = COSTS, record: int = 0, **limits: Any
+) -> SimulationResult:
     """More than can be served: prompts of up to 256 tokens, answers of up to 64."""
     draw = random.Random(3)
     arrival, items = 0.0, []
@@ -96,6 +98,7 @@ def serve(*, rate: float = 40.0, number: int = 400, costs: CostModel = COSTS, **
         cost_model=costs,
         record_gaps=True,
         enable_prefix_caching=False,
+        num_recorded_steps=record,
         jump=False,
     )
 
@@ -112,6 +115,15 @@ def test_under_too_much_load_the_gaps_keep_their_promise_and_little_is_lost() ->
     in_time = [sum([gap > TARGET for gap in one.gaps]) <= 0.05 * len(one.gaps) for one in paced.requests]
     assert sum(in_time) >= 0.9 * len(in_time)
     assert paced.makespan <= 1.25 * plain.makespan
+
+
+def test_the_steps_tell_the_budget_they_had() -> None:
+    budgets = [step.batch.token_budget for step in serve(itl_p95_seconds=TARGET, slo_admission=True, record=100).steps]
+    assert budgets[0] == 128
+    assert budgets[-1] < 64
+    assert all(
+        [step.batch.num_tokens <= step.batch.token_budget for step in serve(slo_admission=True, record=50).steps]
+    )
 
 
 def test_nothing_changes_where_gaps_are_not_promised_or_steps_are_quick_enough() -> None:

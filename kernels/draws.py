@@ -1,11 +1,15 @@
-"""What the operations on logits are given."""
+"""What the operations on logits are given, and what they tell."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+# Of the likeliest tokens of a row, there is room for so many to be told.
+MOST: Final = 20
+# Numbers that are told of a row.
+WIDTH: Final = 2 * MOST + 2
 
 
 class SamplingColumns(NamedTuple):
@@ -56,3 +60,25 @@ class Penalized(NamedTuple):
     num_prompt_tokens: torch.Tensor
     num_tokens: torch.Tensor
     penalties: torch.Tensor
+
+
+class Told(NamedTuple):
+    """Log-probabilities of T rows; views of one buffer, so that one copy fetches all.
+
+    Attributes:
+        logprobs: [T, MOST] float32, of the likeliest tokens, the largest first.
+        token_ids: [T, MOST] int32, which these are; of equal ones the lower first.
+        norms: [T] float32, the logarithm of the sum of exp(logits).
+        drawn: [T] float32, of the token that was drawn.
+    """
+
+    logprobs: torch.Tensor
+    token_ids: torch.Tensor
+    norms: torch.Tensor
+    drawn: torch.Tensor
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> Told:
+        """The views of [T, WIDTH] int32."""
+        floats = buffer.view(torch.float32)
+        return cls(floats[:, :MOST], buffer[:, MOST : 2 * MOST], floats[:, 2 * MOST], floats[:, 2 * MOST + 1])

@@ -17,7 +17,7 @@ from kernels.noise import spread, words_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kernels.draws import Biases, Penalized, SamplingColumns
+    from kernels.draws import Biases, Penalized, SamplingColumns, Told
 
 
 def sample(
@@ -111,3 +111,44 @@ def penalize(logits: torch.Tensor, token_ids: torch.Tensor, lines: Penalized) ->
             value = value / repetition if value > 0 else value * repetition
             count = counts[token_id]
             logits[row, token_id] = value - frequency * count - presence * (count > 0)
+
+
+def top_logprobs(logits: torch.Tensor, rows: torch.Tensor, num_top: int, told: Told) -> None:
+    """Find the likeliest tokens of some rows, of equal ones the lower id first.
+
+    Args:
+        logits: [R, V] of any float dtype.
+        rows: [T] int32.
+        num_top: how many.
+        told: of T rows; `drawn` is left.
+    """
+    for line, row in enumerate(rows.tolist()):
+        values = logits[row].double().cpu().numpy()
+        norm = values.max() + math.log(np.exp(values - values.max()).sum())
+        order = np.lexsort((np.arange(len(values)), -values))[:num_top]
+        told.norms[line] = norm
+        told.logprobs[line, : len(order)] = torch.from_numpy(values[order] - norm)
+        told.token_ids[line, : len(order)] = torch.from_numpy(order)
+
+
+def drawn_logprobs(
+    logits: torch.Tensor,
+    kept: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+    drawn: torch.Tensor,
+    told: Told,
+) -> None:
+    """Look up the log-probabilities of the tokens that were drawn.
+
+    Args:
+        logits: [R, V], some rows of which may have been changed.
+        kept: [K, V], what was in those before.
+        places: [T] int32, where each row is kept; -1 for one that is as it was.
+        rows: [T] int32.
+        drawn: [R] int32; -1 is taken for 0.
+        told: of T rows with their norms; gets `drawn`.
+    """
+    for line, (row, place) in enumerate(zip(rows.tolist(), places.tolist(), strict=True)):
+        source = logits[row] if place < 0 else kept[place]
+        told.drawn[line] = source[max(0, int(drawn[row]))].float() - told.norms[line]

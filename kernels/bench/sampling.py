@@ -9,8 +9,9 @@ import torch
 
 from kernels import reference_sampling
 from kernels.bench.cases import TOLERANCE, Case, Work, assert_close
-from kernels.draws import Biases, Penalized, SamplingColumns
-from kernels.gpu.logits import add_biases, apply_token_mask, penalize
+from kernels.draws import MOST, WIDTH, Biases, Penalized, SamplingColumns, Told
+from kernels.gpu.logits import MAX_COUNTED, add_biases, apply_token_mask, penalize
+from kernels.gpu.logprobs import drawn_logprobs, top_logprobs
 from kernels.gpu.sampling import make_scratch, sample
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # (temperature, top_k, top_p, min_p) of rows in turn.
 PLAIN = ((0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0))
 FILTERED = ((0.7, 0, 0.95, 0.0), (1.0, 40, 1.0, 0.0), (0.0, 5, 0.5, 0.0), (0.8, 20, 0.9, 0.0), (1.2, 0, 0.9, 0.05))
+ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
+NAMES = dict(zip(ROUNDED, ("fp32", "bf16", "fp16"), strict=True))
 ODD = (*PLAIN, *FILTERED, (1e-9, 0, 1.0, 0.0), (1.0, 3, 0.5, 0.0), (2.0, 0, 1e-6, 0.0), (1.0, 1000, 0.9999, 1.0))
 
 
@@ -37,11 +40,19 @@ def make_columns(kinds: tuple[tuple[float, int, float, float], ...], device: tor
 
 
 def make_draw(
-    kinds: tuple[tuple[float, int, float, float], ...], num_rows: int, vocab_size: int, device: torch.device
+    kinds: tuple[tuple[float, int, float, float], ...],
+    num_rows: int,
+    vocab_size: int,
+    rounded: torch.dtype,
+    device: torch.device,
 ) -> Work:
-    """Draws of rows of these kinds in turn; of the logits some are equal, some -inf, and a row or two are broken."""
+    """Draws of rows of these kinds in turn; of the logits some are equal, some -inf, and a row or two are broken.
+
+    They are float32 numbers that were rounded to another dtype.
+    """
     generator = torch.Generator().manual_seed(vocab_size) if device.type == "cpu" else None
     logits = torch.randn((num_rows, vocab_size), generator=generator, device=device) * 3
+    logits = logits.to(rounded).float()
     if device.type == "cpu" and num_rows:
         logits[::3] = logits[::3].round()
         logits[:, ::7] = float("-inf")
@@ -100,11 +111,40 @@ def make_penalties(num_lines: int, context: int, vocab_size: int, device: torch.
         context - lines,
         penalties[lines.long() % 3].contiguous(),
     )
-    counts = torch.full((num_lines, vocab_size), -7, dtype=torch.int32, device=device)
+    counted = 2 if device.type == "cpu" else MAX_COUNTED
+    counts = torch.full((counted, vocab_size), -7, dtype=torch.int32, device=device)
     run = partial(penalize, logits, token_ids, penalized, counts=counts)
     plain = partial(reference_sampling.penalize, token_ids=token_ids, lines=penalized)
     check = partial(_check_in_place, run, plain, logits)
     return Work(run, check, num_lines * (4 * context + 16 * vocab_size))
+
+
+def make_top(num_lines: int, num_rows: int, vocab_size: int, num_top: int, device: torch.device) -> Work:
+    """The last rows, in the opposite order; bfloat16's steps make many logits equal, some are -inf, one row is all."""
+    logits = torch.randn((num_rows, vocab_size), device=device).mul_(3).bfloat16().float()
+    if device.type == "cpu":
+        logits[:, ::7] = float("-inf")
+        logits[0] = float("-inf")
+        logits[::2, 0] = 2.0
+    rows = torch.arange(num_rows - 1, num_rows - 1 - num_lines, -1, dtype=torch.int32, device=device)
+    drawn = torch.arange(num_rows, dtype=torch.int32, device=device) % vocab_size - 1
+    kept, places = logits[:2] - 1.0, torch.arange(num_lines, dtype=torch.int32, device=device).clamp(max=2) - 1
+    buffers = torch.full((2, num_lines, WIDTH), -7, dtype=torch.int32, device=device)
+    told, expected = Told.of(buffers[0]), Told.of(buffers[1])
+
+    def run() -> None:
+        top_logprobs(logits, rows, num_top, told)
+        drawn_logprobs(logits, kept, places, rows, drawn, told)
+
+    def check() -> None:
+        run()
+        reference_sampling.top_logprobs(logits, rows, num_top, expected)
+        reference_sampling.drawn_logprobs(logits, kept, places, rows, drawn, expected)
+        torch.testing.assert_close(told.token_ids, expected.token_ids, rtol=0.0, atol=0.0)
+        for one, other in zip(told, expected, strict=True):
+            assert_close(one, other, TOLERANCE[torch.float32])
+
+    return Work(run, check, num_lines * vocab_size * logits.itemsize)
 
 
 def _check_in_place(run: Callable[[], object], plain: Callable[[torch.Tensor], None], logits: torch.Tensor) -> None:
@@ -120,20 +160,28 @@ def main_cases() -> list[Case]:
     for num_rows, vocab_size in ((256, 151_936), (16, 151_936), (1, 128_256)):
         shape = f"{num_rows} × {vocab_size}"
         for name, kinds in (("greedy and plain", PLAIN), ("top-k, top-p, min-p", FILTERED)):
-            cases.append(Case("sample", f"{shape}, {name}", partial(make_draw, kinds, num_rows, vocab_size)))
+            for rounded in (torch.bfloat16, torch.float32):
+                make = partial(make_draw, kinds, num_rows, vocab_size, rounded)
+                cases.append(Case("sample", f"{shape}, {name}, {NAMES[rounded]}", make))
     cases.append(Case("apply_token_mask", "64 of 256 × 151936", partial(make_mask, 64, 256, 151_936)))
     cases.append(Case("add_biases", "32768 of 256 × 151936", partial(make_biases, 32_768, 256, 151_936)))
     cases.append(Case("penalize", "64 × 4096 tokens of 151936", partial(make_penalties, 64, 4096, 151_936)))
+    cases.append(Case("top_logprobs", "20 of 256 × 151936", partial(make_top, 256, 256, 151_936, MOST)))
     return cases
 
 
 def small_cases() -> list[Case]:
     """One token, less than a block, more than a segment."""
     cases = [
-        Case("sample", f"{rows} × {vocab}, {len(kinds)} kinds", partial(make_draw, kinds, rows, vocab))
+        Case("sample", f"{rows} × {vocab}, {len(kinds)} kinds, {NAMES[rounded]}", partial(make, rounded))
         for kinds, rows, vocab in ((PLAIN, 3, 1), (ODD, 11, 77), (PLAIN, 5, 9001), (FILTERED, 5, 8193), (ODD, 0, 5))
+        for make in [partial(make_draw, kinds, rows, vocab)]
+        for rounded in (ROUNDED if vocab == 77 else ROUNDED[:1])
     ]
     cases.append(Case("apply_token_mask", "2 of 3 × 1077", partial(make_mask, 2, 3, 1077)))
     cases.append(Case("add_biases", "300 of 7 × 500", partial(make_biases, 300, 7, 500)))
     cases.append(Case("penalize", "3 × 50 tokens of 40", partial(make_penalties, 3, 50, 40)))
+    for lines, rows, vocab, top in ((3, 4, 4099, 20), (4, 4, 5, 20), (2, 2, 9000, 1), (1, 3, 70, 5), (2, 2, 100, 0)):
+        case = partial(make_top, lines, rows, vocab, top)
+        cases.append(Case("top_logprobs", f"{top} of {lines} × {vocab}", case))
     return cases

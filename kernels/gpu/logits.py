@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from kernels.draws import Biases, Penalized
+from kernels.draws import Penalized
 
+if TYPE_CHECKING:
+    from kernels.draws import Biases
 
 # Marks a token of the prompt beside how often it stands in the answer.
 PROMPT = 1 << 30
+# Rows whose tokens are counted at a time: a counter for each token of the vocabulary is as large as the logits.
+MAX_COUNTED: Final = 32
 
 
 @triton.jit(do_not_specialize=["num_lines"])
@@ -115,13 +118,21 @@ def penalize(
         logits: [R, V] float32; of a row the elements lie side by side.
         token_ids: [seats, context] int32, the known tokens of each seat, below V.
         lines: no row comes twice.
-        counts: [M, V] int32, room to count in; made when it is not given.
+        counts: [C, V] int32, room to count in, for so many rows at a time; made for `MAX_COUNTED` when it is not given.
     """
     num_lines, vocab_size = lines.rows.shape[0], logits.shape[1]
     if not num_lines:
         return
     if counts is None:
-        counts = torch.empty((num_lines, vocab_size), dtype=torch.int32, device=logits.device)
+        counts = torch.empty((min(num_lines, MAX_COUNTED), vocab_size), dtype=torch.int32, device=logits.device)
+    for first in range(0, num_lines, counts.shape[0]):
+        part = Penalized(*[column[first : first + counts.shape[0]] for column in lines])
+        _penalize_some(logits, token_ids, part, counts[: part.rows.shape[0]])
+
+
+def _penalize_some(logits: torch.Tensor, token_ids: torch.Tensor, lines: Penalized, counts: torch.Tensor) -> None:
+    """`penalize` with room for all of these lines."""
+    num_lines, vocab_size = counts.shape
     counts.zero_()
     block = 1024
     count_tokens_kernel[(num_lines, triton.cdiv(token_ids.shape[1], block))](

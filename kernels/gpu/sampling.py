@@ -87,17 +87,22 @@ def _largest_bar(
     scale: tl.tensor,
     cut: tl.tensor,
     goal: tl.tensor,
+    lowest: tl.tensor,
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The largest bar that logits of so great a number, or mass, reach; 0 if no bar is low enough."""
+    """The largest bar that logits of so great a number, or mass, reach; 0 if no bar is low enough.
+
+    Bits below `lowest`, an even number, tell no logit of the row from another, and are 0.
+    """
     bar = tl.zeros((), tl.uint32)
     for shift in range(30, -2, -2):
-        step = tl.full((), 1, tl.uint32) << shift
-        _, second, third, fourth = _measure(row_ptr, vocab_size, maximum, scale, cut, bar, step, MASS, BLOCK)
-        # Sums of the same order fall as the bar rises, to the last bit: how many steps hold is the step that is taken.
-        taken = (second >= goal).to(tl.uint32) + (third >= goal).to(tl.uint32) + (fourth >= goal).to(tl.uint32)
-        bar += taken * step
+        if shift >= lowest:
+            step = tl.full((), 1, tl.uint32) << shift
+            _, second, third, fourth = _measure(row_ptr, vocab_size, maximum, scale, cut, bar, step, MASS, BLOCK)
+            # Sums of the same order fall as the bar rises, to the last bit: how many steps hold is the step taken.
+            taken = (second >= goal).to(tl.uint32) + (third >= goal).to(tl.uint32) + (fourth >= goal).to(tl.uint32)
+            bar += taken * step
     return bar
 
 
@@ -128,25 +133,31 @@ def find_bars_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
+    bits = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab_size, BLOCK):
         inside = start + lanes < vocab_size
-        best = tl.maximum(best, tl.load(row_ptr + start + lanes, mask=inside, other=float("-inf")).to(tl.float32))
+        logits = tl.load(row_ptr + start + lanes, mask=inside, other=float("-inf")).to(tl.float32)
+        best = tl.maximum(best, logits)
+        bits |= logits.to(tl.int32, bitcast=True)
     maximum = tl.max(best, axis=0)
+    # Logits that a product rounded to bfloat16 or float16 end with so many zeros: half the passes.
+    lowest = tl.where(tl.max(bits & 0xFFFF, axis=0) == 0, 16, tl.where(tl.max(bits & 0xFFF, axis=0) == 0, 12, 0))
+    unit = tl.full((), 1, tl.uint32) << lowest
     scale = 1.4426950408889634 / temperature  # to exponents of 2
 
     nothing = tl.zeros((), tl.uint32)
     bar = nothing
     if top_k > 0:
         goal = top_k.to(tl.float32)
-        bar = _largest_bar(row_ptr, vocab_size, maximum, scale, nothing, goal, False, BLOCK)
+        bar = _largest_bar(row_ptr, vocab_size, maximum, scale, nothing, goal, lowest, False, BLOCK)
     if top_p < 1:
-        total, above, _, _ = _measure(row_ptr, vocab_size, maximum, scale, bar, bar, nothing + 1, True, BLOCK)
+        total, above, _, _ = _measure(row_ptr, vocab_size, maximum, scale, bar, bar, unit, True, BLOCK)
         if top_k > 0:
             # Of equal logits at the bar only as many as top-k has room for are part of the whole.
-            count, num_above, _, _ = _measure(row_ptr, vocab_size, maximum, scale, bar, bar, nothing + 1, False, BLOCK)
+            count, num_above, _, _ = _measure(row_ptr, vocab_size, maximum, scale, bar, bar, unit, False, BLOCK)
             room = tl.minimum(top_k - num_above, count - num_above)
             total = above + (total - above) / (count - num_above) * room
-        found = _largest_bar(row_ptr, vocab_size, maximum, scale, bar, top_p * total, True, BLOCK)
+        found = _largest_bar(row_ptr, vocab_size, maximum, scale, bar, top_p * total, lowest, True, BLOCK)
         bar = tl.maximum(bar, found)
     highest = _as_ordered(maximum)
     bar = tl.minimum(bar, highest)

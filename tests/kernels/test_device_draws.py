@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.logprobs import ModelLogits
 from engine.sampler import keep_likely
-from kernels.draws import SamplingColumns
+from kernels.draws import WIDTH, SamplingColumns, Told
 from kernels.noise import spread, words_of
-from kernels.reference_sampling import sample
+from kernels.reference_sampling import drawn_logprobs, sample, top_logprobs
 
 
 def make_columns(
@@ -96,3 +97,23 @@ def test_every_bit_of_the_noise_is_as_often_one_as_zero() -> None:
     # Neighbours, in the vocabulary and in the sequence, have nothing in common.
     assert abs(np.corrcoef(words[:, :-1].ravel(), words[:, 1:].ravel())[0, 1]) < 0.02
     assert abs(np.corrcoef(words[:-1].ravel(), words[1:].ravel())[0, 1]) < 0.02
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 200), st.integers(0, 20), st.integers(0, 2**32 - 1))
+def test_what_is_told_of_the_likeliest_is_what_the_processor_tells(vocab_size: int, num_top: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn((3, vocab_size), generator=generator).mul_(4).round_()  # many are equal
+    told = Told.of(torch.zeros((2, WIDTH), dtype=torch.int32))
+    rows = torch.tensor([2, 0], dtype=torch.int32)
+    top_logprobs(logits, rows, num_top, told)
+    drawn = torch.tensor([vocab_size - 1, 0, vocab_size // 2], dtype=torch.int32)
+    changed = logits.clone()
+    changed[0] -= 1.0
+    drawn_logprobs(changed, logits[:1], torch.tensor([-1, 0], dtype=torch.int32), rows, drawn, told)
+    own, count = ModelLogits(logits, [0, 2]), min(num_top, vocab_size)
+    for line, row in enumerate(rows.tolist()):
+        expected = own.tell(row, int(drawn[row]), num_top)
+        assert told.token_ids[line, :count].tolist() == [token_id for token_id, _ in expected.top]
+        assert told.logprobs[line, :count].tolist() == pytest.approx([value for _, value in expected.top], abs=1e-5)
+        assert told.drawn[line].item() == pytest.approx(expected.logprob, abs=1e-5)

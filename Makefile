@@ -1,4 +1,5 @@
 # make serve | test | lint | format. Everything is installed into .venv; delete that folder to start afresh.
+# Two files of tests run at a time; make test ARGS="-n 0 tests/engine" runs some of them in one process.
 SHELL := /bin/sh
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -11,7 +12,7 @@ serve: $(VENV)/.installed
 	@$(BIN)/relevo serve $(ARGS)
 
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-test
 	@$(BIN)/ruff check .

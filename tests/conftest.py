@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 from app.config import let_threads_sleep
 from app.interpreter import COLLECT_AFTER
+from tests.order import LONGEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +29,12 @@ settings.register_profile("relevo", deadline=None)
 settings.load_profile("relevo")
 
 pytest_plugins = ["tests.fixtures_browser", "tests.fixtures_model"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, all else as it comes."""
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 def pytest_collection_finish() -> None:

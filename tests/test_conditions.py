@@ -11,8 +11,14 @@ import pytest
 
 from engine.errors import ModelFileError, ModelNotFoundError
 from tests import fixtures_model
+from tests.order import LONGEST
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_what_begins_first_is_there(name: str) -> None:
+    assert (ROOT / "tests" / name).is_file()
 
 
 @pytest.mark.parametrize("error", [ModelFileError("wrong checksum"), ModelNotFoundError("no network")])

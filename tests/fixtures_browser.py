@@ -1,23 +1,24 @@
 """A real Chromium over the whole server with the fake model, and what its tests share.
 
-Playwright is imported where it is used: only tests with a browser wait for it.
+Playwright and the server are imported where they are used: only tests with a browser wait for them.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +34,10 @@ FLAGS = [
         "disable-component-update", "disable-sync",
     )
 ]  # fmt: skip
+
+# Servers are forked from a process that has imported what they need: that takes each of them a second otherwise.
+APART = multiprocessing.get_context("forkserver")
+APART.set_forkserver_preload(["tests.serve_fake"])
 
 IN_A_BROWSER = [
     pytest.mark.browser,
@@ -56,31 +61,53 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+class Served:
+    """The process of a server, with what is wanted of `subprocess.Popen`."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from tests.serve_fake import serve_apart
+
+        reader, writer = APART.Pipe(duplex=False)
+        self._process = APART.Process(target=serve_apart, args=(options, writer), daemon=True)
+        self._process.start()
+        writer.close()
+        with reader:
+            self.url: str = reader.recv()
+
+    def send_signal(self, number: int) -> None:
+        if self._process.is_alive():
+            assert self._process.pid is not None
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Its exit code."""
+        self._process.join(seconds)
+        code = self._process.exitcode
+        if code is None:
+            raise TimeoutError(f"the server goes on after {seconds} s")
+        return code
+
+
 @contextmanager
-def server(**options: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def server(**options: Any) -> Iterator[tuple[str, Served]]:
     """The address and the process of a server of one's own."""
-    options = {"step_seconds": 0.02, **options}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.serve_fake", json.dumps(options)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+    process = Served({"step_seconds": 0.02, **options})
     try:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        wait_for_port(int(url.rsplit(":", 1)[1]))
-        yield url, process
+        wait_for_port(int(process.url.rsplit(":", 1)[1]))
+        yield process.url, process
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
+            process.wait(PATIENCE_SECONDS)
+        except TimeoutError:
             process.kill()
             process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
-def wait_for_port(port: int, seconds: float = 30) -> None:
+def wait_for_port(port: int, seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -91,7 +118,7 @@ def wait_for_port(port: int, seconds: float = 30) -> None:
             time.sleep(0.02)
 
 
-def until(page: Page, condition: str, seconds: float = 30) -> None:
+def until(page: Page, condition: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for a JavaScript condition. Playwright's own waiting needs `eval`, which the pages forbid."""
     from playwright import sync_api as playwright_api
 
@@ -117,7 +144,7 @@ def page(browser: Browser) -> Iterator[Page]:
     """A fresh page; a script error or a broken Content-Security-Policy fails the test."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(1000 * PATIENCE_SECONDS)
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if "Security" in message.text else None)

@@ -44,6 +44,8 @@ MAX_CLOSED_REQUESTS: Final = 2000
 FIRST_FACTOR: Final = 8.0
 # Of the time there is: for measuring one user, and the capacity.
 SINGLE_SHARE, CLOSED_SHARE = 1 / 16, 1 / 16
+# Each may take as much as this where no answer has come by then.
+MOST_SHARE: Final = 1 / 4
 # About as many runs as a search takes; those that are lost are ended early and count for little.
 NUM_WHOLE_RUNS: Final = 7
 # Requests that are sent for each one that counts, warm-up's and those that come while the last that count end.
@@ -134,15 +136,13 @@ class Looking:
         seats = int(told.get("max_num_seqs", 0)) or self._endpoint.seats
         streams = options.streams or seats or DEFAULT_STREAMS
         first = options.factor or max(self._source.least_factor(), FIRST_FACTOR)
-        closed = self._closed(self._measure(first, 1), streams)
+        num_requests = min(MAX_CLOSED_REQUESTS, 50 * streams)
+        closed = self._closed(self._measure(first, 1), streams, num_requests, CLOSED_SHARE)
         self._watch.ran("capacity", closed)
         factor, num_counted = self._choose(first, closed.rate)
         capacity = closed.rate * factor / first
         measure = self._measure(factor, num_counted)
-        single = measure.closed(1, SINGLE_REQUESTS, SINGLE_SHARE * options.duration, options.seed)
-        self._check_works(single, 1)
-        if not single.finished:
-            raise self._too_short(SINGLE_SHARE)
+        single = self._closed(measure, 1, SINGLE_REQUESTS, SINGLE_SHARE)
         self._watch.ran("single", single)
         return Prepared(measure, single, capacity, self._began)
 
@@ -191,24 +191,23 @@ class Looking:
         self._was_short = self._was_short or not affords
         return affords
 
-    def _closed(self, measure: HttpMeasure, streams: int) -> Run:
-        """So many streams at once; where their time is over before any has an answer, what it takes is found out."""
-        options, seconds = self._options, CLOSED_SHARE * self._options.duration
-        num_requests = min(MAX_CLOSED_REQUESTS, 50 * streams)
+    def _closed(self, measure: HttpMeasure, streams: int, num_requests: int, share: float) -> Run:
+        """So many streams at once, for a share of the time, and for longer where nobody has an answer by then.
+
+        Raises:
+            EndpointError: it fails requests; or it takes more of the time than can be spared, with what would do.
+        """
+        options, seconds = self._options, share * self._options.duration
         run = measure.closed(streams, num_requests, seconds, options.seed)
         while not run.finished and not any(seen.error for seen in run.seen) and seconds < options.deadline:
             seconds = min(2 * seconds, options.deadline)
             run = measure.closed(streams, num_requests, seconds, options.seed)
         self._check_works(run, streams)
-        if seconds > CLOSED_SHARE * options.duration:
-            raise self._too_short(CLOSED_SHARE, seconds if run.finished else None)
-        return run
-
-    def _too_short(self, share: float, enough: float | None = None) -> EndpointError:
-        """That no request was finished in a share of the time, and with which there would have been, where known."""
-        within = f"{self._endpoint.url} finished no request within {share * self._options.duration:.3g} s"
-        longer = "" if enough is None else f"--duration {math.ceil(enough / share)} or more, or "
-        return EndpointError(f"{within}; give {longer}a larger --factor.")
+        if run.finished and seconds <= MOST_SHARE * options.duration:
+            return run
+        within = f"{self._endpoint.url} finished no request within {min(seconds, MOST_SHARE * options.duration):.3g} s"
+        longer = f"--duration {math.ceil(seconds / MOST_SHARE)} or more, or " if run.finished else ""
+        raise EndpointError(f"{within}; give {longer}a larger --factor.")
 
     def _what_ended_it(self) -> str:
         """That the server serves no more, a sentence without its full stop; empty where it does."""

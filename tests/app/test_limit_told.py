@@ -173,11 +173,14 @@ def test_answers_that_others_got_are_counted_and_told() -> None:
 
 @pytest.mark.slow
 def test_a_time_that_is_too_short_is_told_with_one_that_is_not() -> None:
-    asked = Options(targets=SloTargets(9.0, None, None), factor=400.0, duration=4.0, streams=2)
+    def look(url: str, duration: float) -> Looking:
+        asked = Options(targets=SloTargets(9.0, None, None), factor=400.0, duration=duration, streams=2)
+        return Looking(find_endpoint(url, "chat"), make_source(asked), asked, lambda *_: None)
+
     with open_endpoint(first_seconds=0.6) as (url, _):
-        look = Looking(find_endpoint(url, "chat"), make_source(asked), asked, lambda *_: None)
-        with pytest.raises(EndpointError, match=r"within 0.25 s; give --duration 16 or more, or a larger --factor"):
-            look.find()
+        with pytest.raises(EndpointError, match=r"within 0.5 s; give --duration 4 or more, or a larger --factor"):
+            look(url, 2.0).find()
+        assert look(url, 4.0).prepare().single.finished
 
 
 def test_what_a_whole_search_takes_is_said_where_there_was_no_time_for_it() -> None:

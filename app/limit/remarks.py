@@ -61,7 +61,7 @@ def why_not(
         )
     worst = max(lowest.excesses().items(), key=lambda item: item[1])[0]
     no_time = lowest.rate > LOW_SHARE * capacity
-    advice = f"; there was no time for lower ones, give {longer} or a larger --factor" if no_time else ""
+    advice = f"; there was no time for lower ones, give {longer}, or a larger --factor" if no_time else ""
     return f"The targets hold at no rate that was tried, down to {lowest.rate:.3g} requests/s ({worst}){advice}."
 
 

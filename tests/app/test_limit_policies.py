@@ -143,7 +143,7 @@ def test_why_there_is_no_limit_is_told_by_what_came() -> None:
     lost = run_at(4.0, 3.0, seed=1)
     assert "under one seed and under another they do not" in why_not(None, [run_at(4.0, 0.5), lost], 5.0)
     assert why_not(None, [lost], 200.0).endswith("hold at no rate that was tried, down to 4 requests/s (ttft).")
-    assert "no time for lower ones, give a larger --duration or a larger --factor" in why_not(None, [lost], 5.0)
+    assert "no time for lower ones, give a larger --duration, or a larger --factor" in why_not(None, [lost], 5.0)
 
 
 def test_what_rests_on_little_is_told() -> None:

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import tempfile
-import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -154,12 +153,14 @@ def test_answers_that_others_got_are_counted_and_told() -> None:
     assert num_answered(before, after) == 23
     assert num_answered("vllm:num_requests_running 0\n", after) is None
     with open_endpoint(metrics=before) as (url, behaviour):
+
+        def grow(*_: object) -> None:
+            """Others have had their answers when half a second of the run is over; the first scrape was before that."""
+            behaviour.metrics = after
+
         measure = HttpMeasure(find_endpoint(url, "chat"), SOURCE, 5, 10.0, idle_seconds=0.0)
         assert measure(60.0, 0).others in (None, 0)
-        timer = threading.Timer(0.7, setattr, (behaviour, "metrics", after))
-        timer.start()
-        seen = measure(6.0, 0)
-        timer.join()
+        seen = replace(measure, report=grow)(6.0, 0)
     assert seen.others is not None
     assert 23 - 12 <= seen.others <= 23 - 8
     runs = [replace(run, others=seen.others) for run in BY_CHANCE[:2]]
@@ -188,7 +189,7 @@ def test_what_a_whole_search_takes_is_said_where_there_was_no_time_for_it() -> N
     remarks = summarize(outcome, Options(targets=TARGETS, duration=20.0))["remarks"]
     assert "Only 1 of 3 seeds were tried: there was no time for more, give --duration 77 or more." in remarks
     lost = summarize(replace(outcome, runs=outcome.runs[1:]), Options(targets=TARGETS, duration=20.0))
-    assert lost["why"].endswith("no time for lower ones, give --duration 77 or more or a larger --factor.")
+    assert lost["why"].endswith("no time for lower ones, give --duration 77 or more, or a larger --factor.")
 
 
 def test_what_killed_processes_have_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import SamplingParams
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, events, open_server
 from tests.fakes import open_fake_engine
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -211,7 +212,10 @@ async def test_lowering_the_seats_under_16_streams_cuts_nobody() -> None:
     async with open_server(limits={"max_num_seqs": 16}, step_seconds=0.004, num_blocks=2000) as server:
         finished: list[int] = []
         above: list[int] = []
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client, trio.open_nursery() as nursery:
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_SECONDS) as client,
+            trio.open_nursery() as nursery,
+        ):
 
             async def stream(index: int) -> None:
                 body = chat_body(f"guest {index}", max_tokens=30 + 2 * index, stream=True)
@@ -317,12 +321,12 @@ async def test_the_hand_over_is_told_over_http() -> None:
 async def test_raising_to_the_capacity_fills_every_seat_and_one_more_is_422() -> None:
     async with open_server(limits={"max_num_seqs": 2}, step_seconds=0.01, num_blocks=2000) as server:
         async with (
-            httpx.AsyncClient(base_url=server.url, timeout=30) as client,
+            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_SECONDS) as client,
             trio.open_nursery() as nursery,
         ):
             for _ in range(20):
                 nursery.start_soon(lambda: client.post(CHAT, json=chat_body(max_tokens=400)))
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_SECONDS):
                 while (requests := (await server.stats())["requests"])["waiting"] < 18:
                     assert requests["running"] <= 2
                     await trio.sleep(0.001)
@@ -331,7 +335,7 @@ async def test_raising_to_the_capacity_fills_every_seat_and_one_more_is_422() ->
             assert (refused.status_code, refused.json()["error"]["range"]) == (422, [1, capacity])
             raised = await server.client.patch("/admin/config", json={"max_num_seqs": capacity})
             assert raised.json()["effective"]["max_num_seqs"] == capacity == 16
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_SECONDS):
                 while (running := (await server.stats())["requests"]["running"]) < capacity:
                     await trio.sleep(0.001)
             assert running == capacity

@@ -24,6 +24,7 @@ from app.callers import NOBODY
 from engine.errors import RelevoError
 from tests.app.serving import CHAT, COMPLETIONS, Driver, chat_body, events, make_settings, open_app, open_server
 from tests.fakes import open_fake_engine
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,7 +195,7 @@ async def test_bodies_that_are_read_at_once_are_bounded(monkeypatch: pytest.Monk
         head = "\r\n".join([f"POST {CHAT} HTTP/1.1", *fields, "", ""])
         async with await trio.open_tcp_stream("127.0.0.1", server.port) as slow:
             await slow.send_all(head.encode() + large[:-1])
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_SECONDS):
                 while (response := await server.client.post(CHAT, content=large, headers=JSON)).status_code == 200:
                     await trio.sleep(0.001)
             assert (response.status_code, response.headers["retry-after"]) == (503, "1")

@@ -26,6 +26,7 @@ import pytest
 import trio
 import trio.testing
 
+from app import lifecycle as lifecycle_module
 from app import server as app_server
 from app.listening import open_listening_socket
 from engine import ingress
@@ -34,6 +35,7 @@ from tests.app import serving
 from tests.app.serving import CHAT, Server, chat_body, make_settings, open_server
 from tests.app.wire import PIPELINED, Http1Client, Http2Client, connect, count_tasks, wait_for
 from tests.fakes import expected_output
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -143,7 +145,7 @@ async def has_place(server: Server) -> bool:
 
 
 async def wait_for_place(server: Server) -> None:
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE_SECONDS):
         while not await has_place(server):
             await trio.sleep(0.01)
 
@@ -211,7 +213,7 @@ def slow_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def encode(self: fakes.FakeTokenizer, text: str, **how: Any) -> list[int]:
         if "slow" in text:
-            go_on.wait(5)
+            go_on.wait(PATIENCE_SECONDS)
         return plain(self, text, **how)
 
     monkeypatch.setattr(fakes.FakeTokenizer, "encode", encode)
@@ -294,6 +296,7 @@ async def test_who_leaves_with_an_answer_unread_leaves_nothing(way: Way, stream:
 @pytest.mark.usefixtures("_small_buffers")
 async def test_who_does_not_read_holds_up_no_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_server, "GRACEFUL_SECONDS", 0.2)
+    monkeypatch.setattr(lifecycle_module, "FAREWELL_SECONDS", LONG)
     settings = make_settings(server={"slow_client_seconds": LONG})
     limits = {"max_num_seqs": 4, "slow_client_seconds": LONG}
     async with open_server(settings, limits=limits) as server:
@@ -304,8 +307,8 @@ async def test_who_does_not_read_holds_up_no_shutdown(monkeypatch: pytest.Monkey
         ]
         await wait_for(lambda: server.engine.snapshot()["requests"]["finished_by_reason"]["length"] == 4)
         lifecycle = server.context.lifecycle
-        with trio.fail_after(2):
-            await lifecycle.drain(server.engine, server.context.telemetry, 0.1)
+        with trio.fail_after(PATIENCE_SECONDS):
+            await lifecycle.drain(server.engine, server.context.telemetry, LONG)
             await lifecycle.finished.wait()
         for client in clients:
             await client.stream.aclose()

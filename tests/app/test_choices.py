@@ -13,6 +13,7 @@ from app.callers import NOBODY
 from tests.app.serving import CHAT, COMPLETIONS, Driver, chat_body, events, open_app, open_server
 from tests.app.strict import ask_both, text_of
 from tests.fakes import FakeRunner, expected_output, open_fake_engine
+from tests.patience import PATIENCE_SECONDS
 
 
 def answer_to(prompt: bytes, num_tokens: int) -> str:
@@ -149,7 +150,7 @@ async def test_where_not_all_choices_find_room_none_stays() -> None:
             await trio.sleep(0.001)
         response = await server.client.post(COMPLETIONS, json={"prompt": "x", "n": 4})
         assert response.status_code == 503
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while server.engine.num_open > 2:
                 await trio.sleep(0.001)
         server.engine.abort_all("admin")
@@ -164,7 +165,7 @@ async def test_a_client_that_leaves_ends_all_choices() -> None:
             await driver.body()
         assert context.engine.num_open == 4
         driver.leave()
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             await context.engine.wait_idle()
         nursery.cancel_scope.cancel()
 

@@ -17,6 +17,7 @@ from app.journal.rows import COLUMNS
 from app.journal.series import NAMES
 from tests.app.serving import CHAT, chat_body, make_settings, open_server
 from tests.app.test_journal import row
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -59,7 +60,7 @@ async def test_changes_survive_a_restart_and_generations_go_on(tmp_path: Path) -
         before = await audit(server)
         assert [entry["reverted"] for entry in before] == [None, None]
     async with serve(tmp_path) as server:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while len(after := await audit(server)) < 3:
                 await trio.sleep(0.01)
         # The start goes back to the configuration, and with it what was changed for a while.
@@ -79,7 +80,7 @@ async def test_changes_survive_a_restart_and_generations_go_on(tmp_path: Path) -
         effective = (await server.client.get("/admin/config")).json()["effective"]
         assert (effective["max_num_seqs"], effective["max_num_batched_tokens"]) == (8, 64)
     async with serve(tmp_path, max_num_seqs=5) as server:  # the configuration was changed to what holds
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while len(after := await audit(server)) < 6:
                 await trio.sleep(0.01)
         assert [entry["generation"] for entry in after] == [1, 2, 3, 4, 5, 6]

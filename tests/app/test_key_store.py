@@ -22,6 +22,7 @@ from app.keys import SECRET_PREFIX, Digests, Keyring, cookie_for, make_secret
 from engine.errors import ConfigError
 from tests.app.keyed import HTML, asks, id_of, listed, make, serve
 from tests.app.serving import make_settings
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,12 +84,12 @@ async def test_another_server_on_the_same_folder_learns_of_it(tmp_path: Path, mo
         secret = await make(one, "alice")
         taken = await two.client.post("/admin/keys", json={"name": "alice"})
         assert (taken.status_code, taken.json()["error"]["code"]) == (409, "name_taken")
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while await asks(two, secret) != 200 or await asks(two) != 401:
                 await trio.sleep(0.02)
         await two.client.delete(f"/admin/keys/{await id_of(two, 'alice')}")
         assert await asks(two, secret) == 401
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while await asks(one, secret) != 401:
                 await trio.sleep(0.02)
         assert one.context.keys.problem is None
@@ -226,7 +227,7 @@ async def test_a_disk_that_fails_later_is_told_and_a_revoked_key_is_refused_all_
             await make(server, "alice")  # whose name is free, here and on the disk
             assert keys.unwritten == []
         elif written_by == "the next look":
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_SECONDS):
                 while keys.unwritten:
                     await trio.sleep(0.01)
     async with serve(tmp_path) as server:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.config import SloTargets
 from engine.stats import RequestTimes, Stats
 from tests.app.serving import CHAT, chat_body, open_server
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from tests.app.serving import Server
@@ -90,7 +91,7 @@ async def test_who_is_late_for_a_target_of_now_is_refused() -> None:
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(lambda: server.client.post(CHAT, json=chat_body("a long one " * 9, max_tokens=30)))
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_SECONDS):
                 while not server.engine.snapshot()["requests"]["rejected_by_reason"]["late"]:
                     await server.client.post(CHAT, json=chat_body("a long one " * 9, max_tokens=9))
 

@@ -14,6 +14,7 @@ from app.api.many import MANY_URL, MAX_CHATS
 from app.chat import seen_by
 from engine.place import Place
 from tests.app.serving import CHAT, Driver, Server, chat_body, make_settings, open_app, open_server
+from tests.patience import PATIENCE_SECONDS
 
 SEATS = "/chat/seats"
 PROMPTS = [f"question {number}" for number in range(10)]
@@ -82,7 +83,7 @@ async def test_a_place_is_free_when_its_own_chat_has_ended() -> None:
         key = {"Authorization": "Bearer k1"}
         bodies = [chat_body(max_tokens=2), chat_body("long", max_tokens=400)]
         nursery.start_soon(lambda: ask(server, bodies, headers=key))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while server.engine.num_running < 2:
                 await trio.sleep(0.002)
             while server.engine.num_running > 1:
@@ -178,7 +179,7 @@ async def test_a_visitor_sees_its_own_seats_and_nobody_elses_name() -> None:
         for name, key in (("alice", alice), ("bob", bob)):
             body = chat_body(f"I am {name}", max_tokens=400)
             nursery.start_soon(lambda body=body, key=key: server.client.post(CHAT, json=body, headers=key))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while [entry["output_tokens"] > 3 for entry in server.engine.snapshot()["active"]] != [True, True]:
                 await trio.sleep(0.01)
         ids = {entry["key"]: entry["request_id"] for entry in server.engine.snapshot()["active"]}
@@ -205,7 +206,7 @@ async def test_who_waits_is_told_why_and_how_long() -> None:
     async with open_server(limits={"max_num_seqs": 1}, step_seconds=0.01) as server, trio.open_nursery() as nursery:
         nursery.start_soon(lambda: server.client.post(CHAT, json=chat_body(max_tokens=400)))
         nursery.start_soon(lambda: server.client.post(CHAT, json=chat_body("later", max_tokens=400)))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while not (server.engine.num_running and server.engine.num_waiting):
                 await trio.sleep(0.01)
         ids = [entry["request_id"] for entry in server.engine.snapshot()["active"]]

@@ -17,6 +17,7 @@ from app.preview import Situation
 from app.render.tuning import admin_variables, list_history
 from engine.config import Limits
 from tests.app.serving import CHAT, chat_body, make_settings, open_server
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from tests.app.serving import Server
@@ -95,7 +96,7 @@ async def test_a_running_request_is_on_the_dashboard_and_hostile_ids_are_text() 
     async with open_server(step_seconds=0.02) as server, trio.open_nursery() as nursery:
         body = chat_body("<img src=x onerror=alert(1)>", max_tokens=200)
         nursery.start_soon(lambda: server.client.post("/v1/chat/completions", json=body))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while not server.engine.snapshot()["requests"]["running"]:
                 await trio.sleep(0.01)
         server.context.telemetry.tick(trio.current_time())
@@ -110,7 +111,7 @@ async def test_the_docs_page_has_the_state_of_this_moment() -> None:
     async with open_server(step_seconds=0.02) as server, trio.open_nursery() as nursery:
         assert re.search(r'id="state".*ready.* 0 requests running', await fetch(server, "/docs"), re.DOTALL)
         nursery.start_soon(lambda: server.client.post("/v1/chat/completions", json=chat_body(max_tokens=200)))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while not server.engine.num_running:
                 await trio.sleep(0.01)
         server.context.telemetry.tick(trio.current_time())
@@ -122,7 +123,7 @@ async def test_the_stream_sends_named_parts_and_says_goodbye() -> None:
     async with open_server() as server, trio.open_nursery() as nursery:
         nursery.start_soon(server.context.telemetry.run)
         text = ""
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_SECONDS):
             async with server.client.stream("GET", "/ops/events") as answer:
                 assert answer.headers["content-type"].startswith("text/event-stream")
                 assert answer.headers["cache-control"] == "no-cache, no-transform"
@@ -140,7 +141,7 @@ async def test_the_stream_sends_named_parts_and_says_goodbye() -> None:
 async def test_a_watcher_that_leaves_is_forgotten() -> None:
     async with open_server() as server, trio.open_nursery() as nursery:
         nursery.start_soon(server.context.telemetry.run)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_SECONDS):
             async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
                 await stream.send_all(b"GET /ops/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 while b"event: state" not in await stream.receive_some():

@@ -15,6 +15,7 @@ from app.http1 import MAX_AHEAD_BYTES
 from app.server import MAX_HEADER_BYTES
 from tests.app.serving import CHAT, COMPLETIONS, Server, break_piece, chat_body, make_settings, open_server
 from tests.app.wire import Http1Client, Http2Client, connect, wait_for
+from tests.patience import PATIENCE_SECONDS
 
 KEYS: dict[str, Any] = {
     "security": {"api_keys": ["me=mine"]},
@@ -30,7 +31,7 @@ async def talk(server: Server, *parts: bytes) -> bytes:
         for part in parts:
             await stream.send_all(part)
             await trio.sleep(0.01)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while data := await stream.receive_some(65536):
                 received += data
     return received

@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from tests.app.serving import COMPLETIONS, make_settings, open_server
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,7 +37,7 @@ async def running(server: Server, **fields: Any) -> AsyncIterator[int]:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: server.client.post(COMPLETIONS, json={
             "model": "fake", "prompt": "wait for it", "max_tokens": 400, "ignore_eos": True, **fields}))  # fmt: skip
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_SECONDS):
             while not any(line["output_tokens"] for line in server.engine.requests.open()):
                 await trio.sleep(0.01)
         yield server.engine.requests.open()[0]["number"]

@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_app, open_server
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from tests.app.serving import Server
@@ -102,7 +103,10 @@ async def test_each_control_is_turned_by_json_and_by_the_form_and_goes_back(key:
 
 async def test_the_bounds_of_the_queue_hold_at_once_and_send_nobody_away() -> None:
     async with open_server(limits={"max_num_seqs": 1}, step_seconds=0.01) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client, trio.open_nursery() as nursery:
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_SECONDS) as client,
+            trio.open_nursery() as nursery,
+        ):
             done: list[int] = []
 
             async def ask(index: int) -> None:
@@ -112,7 +116,7 @@ async def test_the_bounds_of_the_queue_hold_at_once_and_send_nobody_away() -> No
 
             for index in range(4):
                 nursery.start_soon(ask, index)
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_SECONDS):
                 while server.engine.num_waiting < 3:
                     await trio.sleep(0.001)
             preview = (await patch(server, max_waiting=2, dry_run=True))["preview"]
@@ -135,7 +139,10 @@ async def test_the_bounds_of_the_queue_hold_at_once_and_send_nobody_away() -> No
 
 async def test_a_drain_lets_those_inside_finish_and_is_taken_back() -> None:
     async with open_server(limits={"max_num_seqs": 2}, step_seconds=0.01) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client, trio.open_nursery() as nursery:
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_SECONDS) as client,
+            trio.open_nursery() as nursery,
+        ):
             finished: list[str] = []
 
             async def ask() -> None:
@@ -144,7 +151,7 @@ async def test_a_drain_lets_those_inside_finish_and_is_taken_back() -> None:
 
             for _ in range(3):
                 nursery.start_soon(ask)
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_SECONDS):
                 while not server.engine.num_waiting:
                     await trio.sleep(0.001)
             page = (await server.client.get("/admin")).text
@@ -260,7 +267,7 @@ async def test_a_preview_names_who_must_end_first_and_does_nothing() -> None:
     async with open_server(step_seconds=0.01) as server, trio.open_nursery() as nursery:
         for _ in range(4):
             nursery.start_soon(lambda: server.client.post(CHAT, json=chat_body(max_tokens=60)))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while server.engine.num_running < 4:
                 await trio.sleep(0.001)
         body = {"max_num_seqs": 1, "policy": "static", "draining": True, "max_num_batched_tokens": 2}

@@ -129,7 +129,7 @@ async def test_who_vanishes_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             aborted = server.engine.snapshot()["requests"]["aborted_by_cause_and_phase"]
             assert list(aborted) == ["client"]
             assert sum(aborted["client"].values()) == len(clients)
-            await neighbour.read_until(b'"usage"', 20)
+            await neighbour.read_until(b'"usage"')
             expected = bytes(expected_output([257, *b"neighbour", 258], NEIGHBOUR_TOKENS))
             assert b'"content": "' + expected in neighbour.received
             await local.aclose()

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 MAX_BLOCKS = 40
-FEW_BLOCKS = 16
-# Of each answer, where nobody needs to be preempted. Whole answers are held to the reference in test_smollm2.py, too.
-MAX_TOKENS = 24
+FEW_BLOCKS = 10
+# Of each answer; whole answers are held to the reference in test_smollm2.py.
+MAX_TOKENS = 12
+PREEMPTED_TOKENS = 32  # so many that memory does not last for all
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def small_pool_runner(checkpoint: Checkpoint) -> ModelRunner:
     runner = ModelRunner(
         checkpoint,
         dtype="float32",
-        num_threads=2,
+        num_threads=1,  # threads that wait for each other stand still where others have the cores
         max_num_seqs=16,
         max_num_batched_tokens=512,
         max_model_len=512,
@@ -38,20 +39,21 @@ def small_pool_runner(checkpoint: Checkpoint) -> ModelRunner:
 
 
 @pytest.mark.parametrize(
-    ("token_budget", "policy", "admission", "num_cases", "max_tokens"),
+    ("token_budget", "policy", "admission", "part", "max_tokens"),
     [
-        (16, "continuous", "on_demand", 12, None),
-        (512, "continuous", "on_demand", 6, MAX_TOKENS),
-        (64, "static", "reserve", 4, MAX_TOKENS),
-        (64, "dynamic", "predicted", 4, MAX_TOKENS),
+        (16, "continuous", "on_demand", slice(8, 12), PREEMPTED_TOKENS),
+        (512, "continuous", "on_demand", slice(4), MAX_TOKENS),
+        (64, "static", "reserve", slice(3), MAX_TOKENS),
+        (64, "dynamic", "predicted", slice(3), MAX_TOKENS),
     ],
+    ids=["preempted", "continuous", "static", "dynamic"],
 )
 def test_prompts_among_strangers(
     token_budget: int,
     policy: str,
     admission: str,
-    num_cases: int,
-    max_tokens: int | None,
+    part: slice,
+    max_tokens: int,
     small_pool_runner: ModelRunner,
     reference: dict[str, Any],
 ) -> None:
@@ -67,7 +69,7 @@ def test_prompts_among_strangers(
         enable_prefix_caching=admission != "predicted",
     )
     wanted = {}
-    for number, case in enumerate(reference["greedy"][:num_cases]):
+    for number, case in enumerate(reference["greedy"][part]):
         output_ids = case["output_ids"][:max_tokens]
         params = SamplingParams(temperature=0, max_tokens=len(output_ids))
         sequence = simulation.add_prompt(tuple(case["prompt_ids"]), params)
@@ -76,7 +78,7 @@ def test_prompts_among_strangers(
             stranger = tuple((number * 131 + i * 17) % 40_000 + 20 for i in range(5 + 7 * number))
             simulation.add_prompt(stranger, SamplingParams(temperature=1.0, seed=number, max_tokens=16, min_tokens=16))
     simulation.run()
-    assert simulation.scheduler.counters.num_preemptions > 0 or num_cases < 12
+    assert simulation.scheduler.counters.num_preemptions > 0 or max_tokens < PREEMPTED_TOKENS
     for sequence_id, output_ids in wanted.items():
         assert simulation.outputs[sequence_id] == output_ids
 
@@ -90,7 +92,7 @@ def test_hit_or_miss_the_answer_is_the_same(small_pool_runner: ModelRunner, refe
         max_model_len=512,
         runner=small_pool_runner,
     )
-    cases = [case for case in reference["greedy"] if len(case["prompt_ids"]) > 2 * BLOCK_SIZE][:3]
+    cases = [case for case in reference["greedy"] if len(case["prompt_ids"]) > 2 * BLOCK_SIZE][:2]
     cached = []
     for _ in range(2):
         for case in cases:
@@ -102,4 +104,4 @@ def test_hit_or_miss_the_answer_is_the_same(small_pool_runner: ModelRunner, refe
             cached.append(sequence.num_cached_tokens)
     # All chats begin with the same system prompt; the second time everything but the last block is found.
     assert cached[0] == 0
-    assert all(num_tokens >= 2 * BLOCK_SIZE for num_tokens in cached[3:])
+    assert all(num_tokens >= 2 * BLOCK_SIZE for num_tokens in cached[2:])

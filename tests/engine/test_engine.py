@@ -15,6 +15,7 @@ from engine.ingress import LONG_TEXT
 from engine.outbox import Delta
 from engine.sequence import FinishReason, SamplingParams
 from tests.fakes import FakeRunner, FakeTokenizer, expected_output, fake_config, open_fake_engine, read_deltas
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -370,7 +371,7 @@ async def test_a_long_text_at_the_door_holds_up_nobody() -> None:
 
         def slow(text: str, *, parse_control: bool, add_special: bool = True) -> list[int]:
             if len(text) > LONG_TEXT:
-                may_go_on.wait(5)
+                may_go_on.wait(PATIENCE_SECONDS)
             return encode(text, parse_control=parse_control, add_special=add_special)
 
         engine.tokenizer.encode = slow  # type: ignore[method-assign]

@@ -34,7 +34,8 @@ class Limits:
         num_speculative_tokens: drafts of one sequence in a step, at most; 0 is none.
         max_waiting: requests that may wait, in each class of work.
         max_waiting_tokens: prompt tokens that may wait, in each class of work.
-        slo_admission: who would have its first token too late is refused at once.
+        slo_admission: who would have its first token too late is refused at once, and no more is read of prompts in a
+            step than the gaps promised leave time for.
         enable_prefix_caching: full blocks are kept and read again by whoever starts alike.
         draining: nothing new is taken; what is inside goes on.
         ttft_p95_seconds, itl_p95_seconds, e2e_p95_seconds: what interactive work is promised; 0 is nothing.
@@ -89,7 +90,7 @@ class EngineConfig:
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         num_threads: threads of torch's pool and of the native kernels; 0 is one for each core there is to take.
         block_size: tokens of a KV block.
-        kv_cache_dtype: one of `engine.precision.CACHE_NAMES`.
+        kv_cache_dtype: `auto`, `int8` on a processor, or `fp8` on a GPU.
         cache_memory_bytes: memory for the KV cache alone; `None` takes a share of what is free.
         long_prefill_token_threshold, policy, admission, dynamic_preferred_size, dynamic_max_queue_delay_seconds,
             num_speculative_tokens, max_waiting, max_waiting_tokens, slo_admission, enable_prefix_caching: as in

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from engine.gpu.device import CPU
 from engine.processors import available_cores, processor_name
 
 if TYPE_CHECKING:
+    from engine.gpu.device import Device
     from engine.models.config import ModelConfig
     from engine.precision import Model
 
@@ -54,8 +56,10 @@ def measure_machine(model: Model) -> Machine:
     )
 
 
-def machine_facts(num_threads: int = 0) -> dict[str, str]:
-    """What the machine is, in words, without measuring it; 0 threads are as many as there are cores to take."""
+def machine_facts(num_threads: int = 0, device: Device = CPU) -> dict[str, str]:
+    """What computes, in words, without measuring it; 0 threads are as many as there are cores to take."""
+    if device.gpu is not None:
+        return {"device": device.name, "processor": device.reason, "torch": f"torch {torch.__version__}"}
     return {
         "processor": processor_name(),
         "vector_extension": torch.backends.cpu.get_cpu_capability(),

@@ -31,7 +31,7 @@ log = logging.getLogger("relevo.engine")
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCKS = ("native", "int8")
 NAMES = ("auto", *FLOATS, *BLOCKS)
-CACHE_NAMES = ("auto", "int8")
+CACHE_NAMES = ("auto", "int8")  # on a processor
 
 Model = LlamaModel | NativeLlama
 
@@ -101,7 +101,8 @@ def choose_precision(name: str, checkpoint: Checkpoint, cache_name: str = "auto"
         ConfigError: any other name, a model whose shape does not go with it, or two that do not go together.
     """
     if cache_name not in CACHE_NAMES:
-        raise ConfigError(f"cache.kv_cache_dtype is {cache_name!r}; it can be {' or '.join(CACHE_NAMES)}.")
+        where = ", which is for GPUs; on a processor" if cache_name == "fp8" else ";"
+        raise ConfigError(f"cache.kv_cache_dtype is {cache_name!r}{where} it can be {' or '.join(CACHE_NAMES)}.")
     if cache_name == "int8" and name in FLOATS:
         raise ConfigError(
             f"cache.kv_cache_dtype is 'int8', which only the native kernels read, and model.dtype is {name!r}, which "

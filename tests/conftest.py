@@ -18,6 +18,8 @@ from tests.order import LONGEST
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# What is tested is the same on every machine: with a GPU in it `auto` would take that, here and in every server.
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = "-1"
 gc.disable()  # what collecting the tests brings in stays
 let_threads_sleep()
 # A script's background job ignores the key for interrupting, and so would every program that the tests start.

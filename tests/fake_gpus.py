@@ -53,7 +53,7 @@ class FakeGpus(Gpus):
 
     def __init__(self, size: int = 4096 * MIB, *, weight_bytes: int = 1024 * MIB, why: str | None = None) -> None:
         self.free, self.weight_bytes, self.why = size, weight_bytes, why
-        self.has_bfloat16 = True
+        self.has_bfloat16 = self.makes_float8 = True
         self.graph_bytes = 8 * MIB
         self.runner = FakeGpuRunner(self)
         self.made: dict[str, Any] = {}
@@ -74,6 +74,9 @@ class FakeGpus(Gpus):
 
     def multiplies_bfloat16(self, index: int) -> bool:
         return self.has_bfloat16
+
+    def has_float8(self, index: int) -> bool:
+        return self.makes_float8
 
     def make_runner(self, checkpoint: Checkpoint, index: int, **sizes: Any) -> GpuRunnerLike:
         self.made = {"index": index, "layers": checkpoint.config.num_layers, **sizes}

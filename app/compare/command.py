@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from app.compare.rounds import Compared
     from engine.config import EngineConfig
     from engine.engine import Engine
+    from engine.gpu.device import Device
     from engine.loaded import LoadedModel
 
     Outcome = tuple[dict[str, Any], Compared]
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
     Opener = Callable[[EngineConfig, StepWatch], AbstractAsyncContextManager[Engine]]
 
 
-def machine_facts(num_threads: int) -> Mapping[str, Any]:
-    """The machine that computes."""
+def machine_facts(num_threads: int, device: Device) -> Mapping[str, Any]:
+    """What computes."""
     from engine.machine import machine_facts  # imports torch: seconds
 
-    return machine_facts(num_threads)
+    return machine_facts(num_threads, device)
 
 
 def open_scripted(config: EngineConfig, watch: StepWatch) -> AbstractAsyncContextManager[Engine]:
@@ -58,7 +59,7 @@ async def compare_policies(
     options: Options,
     *,
     open_: Opener = open_scripted,
-    machine: Callable[[int], Mapping[str, Any]] = machine_facts,
+    machine: Callable[[int, Device], Mapping[str, Any]] = machine_facts,
     echo: Callable[[str], object] = print,
     report: Reporter = lambda _done, _total: None,
 ) -> Outcome:
@@ -67,7 +68,7 @@ async def compare_policies(
     Args:
         source: of the requests.
         open_: opens the engine; the default loads the model of `config`.
-        machine: names the machine, given the number of threads.
+        machine: names what computes, given the number of threads and the device.
         echo: takes a line about what was chosen.
         report: told (answers done, answers planned).
 
@@ -82,7 +83,7 @@ async def compare_policies(
     async with open_(config_for(config, max_requests=source.max_requests), watch) as engine:
         compared = await compare_on(engine, watch, source, options, echo=echo, report=report)
         setting = Setting(
-            machine=machine(config.num_threads),
+            machine=machine(config.num_threads, engine.model.device),
             model=engine.model.name,
             dtype=engine.model.dtype,
             context_length=engine.model.context_length,

@@ -65,8 +65,8 @@ def choose_device(config: EngineConfig, gpus: Gpus) -> Device:
 
 def why_not(config: EngineConfig) -> str | None:
     """The setting that no GPU goes with, in words, or `None`."""
-    if config.kv_cache_dtype != "auto":
-        return f"cache.kv_cache_dtype is {config.kv_cache_dtype!r}, which only processors have so far"
+    if config.kv_cache_dtype == "int8":
+        return "cache.kv_cache_dtype is 'int8', which only processors have"
     if config.block_size & (config.block_size - 1):
         return f"cache.block_size is {config.block_size}, and on a GPU blocks are powers of two"
     return None

@@ -109,12 +109,17 @@ class Gpus:
         with torch.cuda.device(index):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
+    def has_float8(self, index: int) -> bool:
+        """Whether it makes eight-bit floats (e4m3): NVIDIA's do from sm_89 on, AMD's have others by that name."""
+        return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 9)
+
     def make_runner(
         self,
         checkpoint: Checkpoint,
         index: int,
         *,
         dtype: torch.dtype,
+        cache_dtype: torch.dtype,
         blocks: str | None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -128,7 +133,9 @@ class Gpus:
         torch.cuda.set_device(index)  # Triton launches on the current one; the calling thread makes all steps
         sizes = Sizes(max_num_seqs, max_num_batched_tokens, max_model_len, block_size)
         device = torch.device("cuda", index)
-        return GpuRunner(checkpoint, sizes, device=device, dtype=dtype, blocks=blocks, silent_ids=silent_ids)
+        return GpuRunner(
+            checkpoint, sizes, device=device, dtype=dtype, cache_dtype=cache_dtype, blocks=blocks, silent_ids=silent_ids
+        )
 
     def torch_device(self, index: int | None) -> torch.device:
         """As torch has it; `None` is the processor."""
@@ -166,8 +173,8 @@ class Gpus:
 
     def capture(self, runner: GpuRunnerLike, report: Callable[[int, int], object]) -> None:
         """Have decode steps captured as graphs; `report` is told (sizes done, sizes)."""
-        from engine.gpu.graphs import Graphs
+        from engine.gpu.graphs import CudaRecorder, Graphs
 
-        mine, graphs = cast("GpuRunner", runner), Graphs()  # by `make_runner`
+        mine, graphs = cast("GpuRunner", runner), Graphs(CudaRecorder())  # by `make_runner`
         graphs.capture(mine, report)
         mine.graphs = graphs

@@ -1,11 +1,12 @@
-"""Decode steps as CUDA graphs: what the processor would launch one by one is launched as a whole.
+"""Decode steps as graphs: what the processor would launch one by one is launched as a whole.
 
 A step with fewer rows than a graph is padded with rows that stand for nothing. None of this ran on a device yet.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
     from engine.gpu.mailbox import Columns
     from engine.gpu.runner import GpuRunner
+
+    Replay = Callable[[], object]
+
+T = TypeVar("T")
 
 # Of larger ones a few rows more cost little beside what a step takes.
 SMALL, STEP, LARGE_STEP = (1, 2, 4), 8, 16
@@ -33,13 +38,43 @@ def graph_size(columns: Columns, sizes: Iterable[int]) -> int | None:
     return min([size for size in sizes if size >= num_rows], default=None)
 
 
+class Recorder(Protocol):
+    """Makes graphs."""
+
+    def record(self, call: Callable[[], T]) -> tuple[Replay, T]:
+        """Note what a call launches, and on which memory; none of it is computed.
+
+        Returns:
+            What launches the same again, without the call; and what the call gave, overwritten by that. Other results
+            on the way share their memory with those of all graphs.
+        """
+        ...
+
+
+class CudaRecorder:
+    """CUDA's graphs, and HIP's, which torch calls by the same name."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], T]) -> tuple[Replay, T]:
+        """See `Recorder`. Waits for the device."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = call()
+        return graph.replay, result
+
+
 class Graphs:
     """The graphs of a runner, whose tensors keep their addresses."""
 
-    def __init__(self) -> None:
-        self._logits: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._draws: dict[int, torch.cuda.CUDAGraph] = {}
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._logits: dict[int, tuple[Replay, torch.Tensor]] = {}
+        self._draws: dict[int, Replay] = {}
 
+    @torch.inference_mode()
     def capture(self, runner: GpuRunner, report: Callable[[int, int], object] = lambda _done, _all: None) -> None:
         """Capture a pair for each size, the largest first: the others fit into its memory.
 
@@ -47,16 +82,11 @@ class Graphs:
             report: told (sizes done, sizes).
         """
         sizes = sizes_for(runner.sizes.max_num_seqs)
-        pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(sizes), start=1):
             runner.run_empty(size, size)  # compiles and chooses algorithms, which must not happen in a capture
-            torch.cuda.synchronize(runner.device)
-            graph, drawing = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
-                logits = runner.logits(size, size, 1, size)
-            with torch.inference_mode(), torch.cuda.graph(drawing, pool=pool):
-                runner.draw(logits, filtered=True)
-            self._logits[size], self._draws[size] = (graph, logits), drawing
+            replay, logits = self._recorder.record(partial(runner.logits, size, size, 1, size))
+            self._logits[size] = replay, logits
+            self._draws[size], _ = self._recorder.record(partial(runner.draw, logits, filtered=True))
             report(done, len(sizes))
 
     def size_for(self, columns: Columns) -> int | None:
@@ -65,10 +95,10 @@ class Graphs:
 
     def logits(self, size: int) -> torch.Tensor:
         """Replay up to the logits: [size, V], overwritten by the next replay."""
-        graph, logits = self._logits[size]
-        graph.replay()
+        replay, logits = self._logits[size]
+        replay()
         return logits
 
     def draw(self, size: int) -> None:
         """Replay the draws from those logits."""
-        self._draws[size].replay()
+        self._draws[size]()

@@ -61,6 +61,8 @@ class GpuLlama:
         self._device, self._num_multiprocessors = device, num_multiprocessors
         table = rotation_table(config.rope, config.head_size, max_model_len)
         self._rotations = torch.view_as_real(table).contiguous().to(device)  # [positions, D / 2, 2]
+        # Of a cache of eight-bit floats, for its keys and its values: nothing is known of them beforehand.
+        self._scales = torch.ones((2, config.num_kv_heads), device=device)
         loading = Loading(weights, dtype=dtype, device=device, head_size=config.head_size)
         self.layers = tuple(self._take_layer(loading, index) for index in range(config.num_layers))
         self.norm = loading.vector("model.norm")
@@ -75,7 +77,8 @@ class GpuLlama:
         Args:
             tokens: N of them, rows one after the other.
             rows: which blocks each attends to.
-            kv_caches: one a layer, [blocks, 2, KVH, block_size, D].
+            kv_caches: one a layer, [blocks, 2, KVH, block_size, D], of the model's dtype or eight-bit floats, which end
+                at 448: what is beyond becomes that.
             max_query_len: tokens of the longest row; 1 where every row has one.
 
         Returns:
@@ -93,8 +96,11 @@ class GpuLlama:
             else:
                 add_rms_norm(attended, residual, layer.input_norm, eps, normed)
             qkv = layer.qkv.product(normed).view(-1, num_heads + 2 * kv_heads, config.head_size)
-            rope_kv_write(qkv, self._rotations, tokens.positions, kv_cache, tokens.slots)
-            heads = paged_attention(qkv[:, :num_heads], kv_cache, rows, max_query_len=max_query_len, segments=segments)
+            scales = self._scales if kv_cache.dtype == torch.float8_e4m3fn else None
+            rope_kv_write(qkv, self._rotations, tokens.positions, kv_cache, tokens.slots, scales=scales)
+            heads = paged_attention(
+                qkv[:, :num_heads], kv_cache, rows, max_query_len=max_query_len, scales=scales, segments=segments
+            )
             mixed = layer.output.product(heads.flatten(1))
             add_rms_norm(mixed, residual, layer.feed_forward_norm, eps, normed)
             attended = layer.down.product(silu_mul(layer.gate_up.product(normed)))

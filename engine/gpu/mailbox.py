@@ -10,7 +10,11 @@ import torch
 from kernels.gpu.inputs import apply_changes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
+
+    from engine.gpu.events import Event
 
     Ints = NDArray[np.int32]
 
@@ -72,9 +76,10 @@ class Mailbox:
 
     Args:
         max_rows: of a step, padding among them.
+        make_event: of the device.
     """
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, device: torch.device, make_event: Callable[[], Event]) -> None:
         self._max_rows = max_rows
         self._end = _whole(len(Columns._fields) * max_rows + 1)
         size = self._end + 2 * MAX_CHANGES
@@ -82,7 +87,7 @@ class Mailbox:
         self._device, self._pinned = device, device.type != "cpu"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(2)]
         # When what was copied out of each of them last had arrived.
-        self._arrivals = [torch.cuda.Event() for _ in self._hosts] if self._pinned else []
+        self._arrivals = [make_event() for _ in self._hosts]
 
     def column(self, name: str, count: int) -> torch.Tensor:
         """A column on the device: [count] int32."""
@@ -101,8 +106,7 @@ class Mailbox:
             raise RuntimeError(f"a step of {columns.num_rows} rows came where {self._max_rows} have room")
         self._hosts.reverse()
         self._arrivals.reverse()
-        if self._arrivals:
-            self._arrivals[0].synchronize()
+        self._arrivals[0].synchronize()
         host = self._hosts[0].numpy()
         for index, column in enumerate(columns):
             host[index * self._max_rows :][: len(column)] = column
@@ -114,8 +118,7 @@ class Mailbox:
         host[first : first + count] = places[:count]
         host[second : second + count] = values[:count]
         self._box[: second + count].copy_(self._hosts[0][: second + count], non_blocking=True)
-        if self._arrivals:
-            self._arrivals[0].record()
+        self._arrivals[0].record()
         apply_changes(state, self._box[first : first + count], self._box[second : second + count])
 
     def bring(self, array: NDArray[np.generic]) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from engine.batch import StepOutput
 from engine.drawing import NOT_A_NUMBER
 from engine.gpu.asking import Asking, Draw
+from engine.gpu.events import events_of
 from engine.gpu.llama import GpuLlama
 from engine.gpu.mailbox import Columns, Mailbox
 from engine.gpu.rows import GpuRows
@@ -27,9 +28,10 @@ from kernels.gpu.sampling import make_scratch, sample
 from kernels.paged_attention import AttentionRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from engine.batch import ScheduledBatch
+    from engine.gpu.events import Event
     from engine.gpu.graphs import Graphs
     from engine.loading.checkpoint import Checkpoint
 
@@ -51,13 +53,13 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class GpuStep:
     """A step under way.
 
     Attributes:
         rows: [S] of the batch, those that sample.
         token_ids: [S] in the machine's memory, once `done`.
-        done: when the device has come to the end of the step; `None` where it computes at once.
+        done: when the device has come to the end of the step.
     """
 
     batch: ScheduledBatch
@@ -65,7 +67,7 @@ class Launched:
     asking: Asking
     failures: Mapping[int, str]
     token_ids: torch.Tensor
-    done: torch.cuda.Event | None
+    done: Event
     begun: float
 
 
@@ -74,10 +76,12 @@ class GpuRunner:
 
     Args:
         device: a GPU; or the CPU under Triton's interpreter, which computes at once and is for tests.
-        dtype: of activations, of the cache, and of weights that are not quantized.
+        dtype: of activations, and of weights that are not quantized.
+        cache_dtype: of the KV cache; that of the activations, or eight-bit floats.
         blocks: `native` keeps matrices quantized, in the file's own blocks where it has some, `int8` in such of eight
             bits; `None` makes floats of all.
         silent_ids: tokens that are never drawn, for they stand for nothing.
+        make_event: of the device; those of torch unless others are given.
 
     Attributes:
         graphs: of decode steps, once they are captured.
@@ -92,15 +96,19 @@ class GpuRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        cache_dtype: torch.dtype,
         blocks: str | None = None,
         silent_ids: tuple[int, ...] = (),
+        make_event: Callable[[], Event] | None = None,
     ) -> None:
         self.sizes, self.device, self.dtype, self.blocks = sizes, device, dtype, blocks
+        self.cache_dtype = cache_dtype
         self.config = checkpoint.config
         self.graphs: Graphs | None = None
         self.kv_caches: list[torch.Tensor] = []
         self._checkpoint: Checkpoint | None = checkpoint
         self._silent_ids = torch.tensor(silent_ids, dtype=torch.int64, device=device)
+        self._make_event = make_event or events_of(device)
         self._watch = Stopwatch()
         self._last_end = 0.0
         self.model: GpuLlama
@@ -135,7 +143,7 @@ class GpuRunner:
             device=device,
         )
         # A fixed batch computes padding beside its rows, of each seat at most one.
-        self._box = Mailbox(2 * seats, device)
+        self._box = Mailbox(2 * seats, device, self._make_event)
         tokens = max(seats, sizes.max_num_batched_tokens)
         self._tokens = TokenInputs(*[torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(3)])
         self._tables = torch.zeros_like(self._rows.block_tables).repeat(2, 1)
@@ -149,7 +157,7 @@ class GpuRunner:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token takes in the cache, over all layers."""
-        return self.config.cache_spec.bytes_per_token(self.dtype.itemsize, 0)
+        return self.config.cache_spec.bytes_per_token(self.cache_dtype.itemsize)
 
     @torch.inference_mode()
     def allocate_cache(self, num_blocks: int) -> None:
@@ -158,7 +166,7 @@ class GpuRunner:
         shape = (num_blocks, 2, group.num_kv_heads, self.sizes.block_size, group.head_size)
         self.kv_caches.clear()
         self.kv_caches += [
-            torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.config.num_layers)
+            torch.zeros(shape, dtype=self.cache_dtype, device=self.device) for _ in range(self.config.num_layers)
         ]
 
     @torch.inference_mode()
@@ -174,7 +182,7 @@ class GpuRunner:
         return self.collect(self.launch(batch))
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch) -> Launched:
+    def launch(self, batch: ScheduledBatch) -> GpuStep:
         """Begin a step, behind those that were launched before; does not wait for any of them."""
         begun = time.perf_counter()
         self._watch.start()
@@ -189,20 +197,17 @@ class GpuRunner:
         self._watch.lap("inputs")
         self._compute(columns, asking, size, filtered=bool(self._rows.filters[[draw.seat for draw in draws]].any()))
         self._hosts.reverse()
-        token_ids, done = self._hosts[0][: len(draws)], None
+        token_ids, done = self._hosts[0][: len(draws)], self._make_event()
         token_ids.copy_(self._drawn[: len(draws)], non_blocking=True)
-        if self.device.type != "cpu":
-            done = torch.cuda.Event()
-            done.record()
+        done.record()
         self._watch.lap("launch")
         rows = [draw.row for draw in draws]
-        return Launched(batch, rows, asking, self._rows.failures_of(batch), token_ids, done, begun)
+        return GpuStep(batch, rows, asking, self._rows.failures_of(batch), token_ids, done, begun)
 
-    def collect(self, ticket: Launched) -> StepOutput:
+    def collect(self, ticket: GpuStep) -> StepOutput:
         """Wait for the oldest step that was launched and give back what came of it."""
         self._watch.start()
-        if ticket.done is not None:
-            ticket.done.synchronize()
+        ticket.done.synchronize()
         self._watch.lap("wait")
         token_ids = np.full(len(ticket.batch), -1, dtype=np.int64)
         token_ids[ticket.rows] = ticket.token_ids.numpy()

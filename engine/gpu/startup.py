@@ -37,6 +37,9 @@ CACHE_SHARE: Final = 0.9
 GRAPH_BYTES: Final = 2 * MIB
 # Tokens of prompts: kernels are compiled anew for one number, and for multiples of sixteen.
 PROMPTS: Final = (1, 2, 16, 33)
+FLOAT8: Final = torch.float8_e4m3fn
+# The kernels take these two by two, and no fewer than sixteen pairs at a time.
+LEAST_FLOAT8_HEAD: Final = 32
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -53,11 +56,14 @@ def prepare_on_gpu(
     blocks = config.dtype if config.dtype in BLOCKS else None
     if blocks is not None:
         reason = f"{_what_blocks(checkpoint, blocks)}; multiplied as {name}"
+    cache_dtype = choose_cache_dtype(config, checkpoint.config.head_size, DTYPES[name], index, gpus)
+    reason += "; KV cache of eight-bit floats" * (cache_dtype == FLOAT8)
     seats, tokens = config.capacity_num_seqs, config.capacity_num_batched_tokens
     runner = gpus.make_runner(
         checkpoint,
         index,
         dtype=DTYPES[name],
+        cache_dtype=cache_dtype,
         blocks=blocks,
         max_num_seqs=seats,
         max_num_batched_tokens=tokens,
@@ -99,6 +105,26 @@ def choose_dtype(name: str, index: int, gpus: Gpus) -> tuple[str, str]:
     if name == "bfloat16" and not has_bfloat16:
         raise ConfigError(f"model.dtype is 'bfloat16', which cuda:{index} does not multiply: choose float16 or auto.")
     return name, "as configured"
+
+
+def choose_cache_dtype(config: EngineConfig, head_size: int, dtype: torch.dtype, index: int, gpus: Gpus) -> torch.dtype:
+    """What the KV cache is of: eight-bit floats where they are asked for, or with `auto` the model's dtype.
+
+    Raises:
+        ConfigError: the device does not make eight-bit floats, or heads are too small for them.
+    """
+    if config.kv_cache_dtype != "fp8":
+        return dtype
+    if head_size < LEAST_FLOAT8_HEAD:
+        raise ConfigError(
+            f"cache.kv_cache_dtype is 'fp8', but the model has heads of {head_size} numbers, and that takes "
+            f"{LEAST_FLOAT8_HEAD}: choose auto."
+        )
+    if not gpus.has_float8(index):
+        raise ConfigError(
+            f"cache.kv_cache_dtype is 'fp8', which cuda:{index} does not make; NVIDIA's do from sm_89 on: choose auto."
+        )
+    return FLOAT8
 
 
 def _what_blocks(checkpoint: Checkpoint, blocks: str) -> str:

@@ -115,7 +115,8 @@ class SlowGpus(FakeGpus):
     """Its runner is the processor."""
 
     def make_runner(self, checkpoint: Checkpoint, index: int, **sizes: Any) -> GpuRunnerLike:
-        assert (index, sizes.pop("dtype"), sizes.pop("blocks")) == (0, torch.float32, None)
+        dtypes = sizes.pop("dtype"), sizes.pop("cache_dtype")
+        assert (index, dtypes, sizes.pop("blocks")) == (0, (torch.float32, torch.float32), None)
         return EagerRunner(checkpoint, dtype="float32", num_threads=1, **sizes)
 
     def peak_bytes(self, index: int, run: Callable[[], object]) -> int:

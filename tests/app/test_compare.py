@@ -64,7 +64,12 @@ async def compared(
     options, said = Options(**asked), []
     source = Source(options, max_requests=options.requests or 60)
     result, runs = await compare_policies(
-        config, source, options, open_=open_, machine=lambda _: {"processor": "a fake"}, echo=said.append
+        config,
+        source,
+        options,
+        open_=open_,
+        machine=lambda _, device: {"processor": f"a fake {device.name}"},
+        echo=said.append,
     )
     return result, runs, said
 

@@ -1,5 +1,6 @@
-"""The whole engine over a tiny model whose every step goes through the Triton kernels; to be started with
-TRITON_INTERPRET=1. What it answers is held against the same engine over the same model, computed by torch.
+"""The whole engine over a tiny model whose every step goes through the Triton kernels, on a device that computes late
+and replays graphs; to be started with TRITON_INTERPRET=1. What it answers is held against the same engine over the same
+model, computed by torch.
 """
 
 from __future__ import annotations
@@ -11,35 +12,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trio
 
-from engine.gpu.runner import GpuRunner, Sizes
+from engine.gpu.runner import Sizes
 from engine.gpu.startup import try_requests, warm_up
 from engine.grammar.spec import schema_spec
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.sequence import SamplingParams
+from tests.engine.interpreted_crowd import check_mailbox
 from tests.engine.tiny_engine import CONTEXT, Answer, answer_all, bias, open_tiny_engine
 from tests.fake_checkpoint import make_checkpoint, make_runner
+from tests.late_device import LateDevice, LateRunner
+from tests.quick_interpreter import stay_dressed
 
 if TYPE_CHECKING:
-    from engine.model_runner import ModelRunner
+    from engine.stepper import Runner
 
-NUM_BLOCKS = 20  # of four tokens: too few for all, so that some lose their seats
+NUM_BLOCKS = 10  # of four tokens: too few for all, so that some lose their seats
 SEATS = 5
+CAPACITY = 6  # steps of three rows and of five are padded
 SILENT = (9, 45)
 
 
-def make_gpu_runner(num_blocks: int, seats: int, capacity: int = 16) -> GpuRunner:
-    """The device is the processor, under Triton's interpreter."""
-    runner = GpuRunner(
+def make_gpu_runner(num_blocks: int, capacity: int, *, is_slow: bool, cache_dtype: torch.dtype) -> LateRunner:
+    runner = LateRunner(
+        LateDevice(is_slow=is_slow),
         make_checkpoint(context_length=CONTEXT),
         Sizes(max_num_seqs=capacity, max_num_batched_tokens=256, max_model_len=CONTEXT, block_size=4),
-        device=torch.device("cpu"),
         dtype=torch.float32,
+        cache_dtype=cache_dtype,
         silent_ids=SILENT,
     )
     runner.load()
     runner.allocate_cache(num_blocks)
-    warm_up(runner, seats, 2)
-    try_requests(runner, CONTEXT, 4)
     return runner
 
 
@@ -59,48 +62,53 @@ def requests() -> list[GenerationRequest]:
     }
     constrained = request(9, 6, 24, logit_bias=bias())
     return [
-        request(0, 3, 12),
-        request(1, 50, 10),
-        request(2, 1, 10, num_logprobs=3),
-        request(3, 20, 8, repetition_penalty=1.4),
-        request(4, 33, 8, frequency_penalty=0.9, presence_penalty=0.4, num_logprobs=0),
+        request(0, 3, 9),
+        request(1, 18, 8),
+        request(2, 1, 8, num_logprobs=3),
+        request(3, 8, 6, repetition_penalty=1.4),
+        request(4, 13, 6, frequency_penalty=0.9, presence_penalty=0.4, num_logprobs=0),
         request(5, 8, 4, logit_bias=((11, 60.0), (12, 59.0))),
         request(6, 9, 8, stop_token_ids=frozenset(range(3, 200, 2)), end_token_ids=frozenset({3}), min_tokens=6),
-        request(7, 70, 4),
+        request(7, 26, 3),
         replace(constrained, grammar=replace(schema_spec(shape, "x"), plain=True)),
     ]
 
 
-async def answers_of(runner: GpuRunner | ModelRunner) -> tuple[list[Answer], int]:
+async def answers_of(runner: Runner) -> tuple[list[Answer], int]:
     """All at once, in a pool that is too small for them."""
     async with open_tiny_engine(
-        num_blocks=NUM_BLOCKS, runner=runner, max_num_seqs=SEATS, max_num_batched_tokens=48, num_speculative_tokens=0
-    ) as engine:
+        num_blocks=NUM_BLOCKS, runner=runner, max_num_seqs=SEATS, max_num_batched_tokens=24, capacity_num_seqs=CAPACITY,
+        num_speculative_tokens=0,
+    ) as engine:  # fmt: skip
         with trio.fail_after(540):
             answers = await answer_all(engine, requests())
         return answers, engine.snapshot()["preemptions"]
 
 
-async def check_answers() -> int:
-    """The same tokens and endings; gives the number of answers."""
+async def check_answers(runner: LateRunner) -> int:
+    """The same tokens and endings, made ready as at a start; gives the number of answers."""
     plain = make_runner(make_checkpoint(context_length=CONTEXT), num_blocks=NUM_BLOCKS, silent_ids=SILENT)
     expected, before = await answers_of(plain)
-    found, after = await answers_of(make_gpu_runner(NUM_BLOCKS, SEATS))
+    warm_up(runner, SEATS, 2)
+    try_requests(runner, 16, 4)
+    runner.capture()
+    found, after = await answers_of(runner)
     for one, other in zip(expected, found, strict=True):
         assert one == other, f"{one} became {other}"
     assert before, "nobody lost a seat"
     assert after, "nobody lost a seat"
     assert set(json.loads(found[-1].text)) == {"ok"}
+    assert runner.late.replays, "no step was a graph"
     return len(found)
 
 
 async def check_fixed_batches() -> int:
     """Batches that are padded, with no more seats on the device than they fill; gives the number of answers."""
     seats = 3
-    asked = [request(number, length, 4 + number) for number, length in enumerate((3, 30, 9))]
+    asked = [request(number, length, 4 + number) for number, length in enumerate((3, 12, 7))]
     found = []
     plain = make_runner(make_checkpoint(context_length=CONTEXT), num_blocks=200, silent_ids=SILENT)
-    for runner in (plain, make_gpu_runner(200, seats, capacity=seats)):
+    for runner in (plain, make_gpu_runner(200, seats, is_slow=False, cache_dtype=torch.float32)):
         async with open_tiny_engine(
             num_blocks=200, runner=runner, policy="static", max_num_seqs=seats, capacity_num_seqs=seats,
             num_speculative_tokens=0,
@@ -112,4 +120,7 @@ async def check_fixed_batches() -> int:
 
 
 if __name__ == "__main__":
-    print(f"{trio.run(check_answers)} answers agree, {trio.run(check_fixed_batches)} in fixed batches")
+    stay_dressed()
+    print(f"{check_mailbox()} sends arrive")
+    runner = make_gpu_runner(NUM_BLOCKS, CAPACITY, is_slow=True, cache_dtype=torch.float32)
+    print(f"{trio.run(check_answers, runner)} answers agree, {trio.run(check_fixed_batches)} in fixed batches")

@@ -17,6 +17,7 @@ from engine.precision import rounded
 from kernels.gpu.inputs import TokenInputs
 from kernels.paged_attention import AttentionRows
 from tests.engine.test_mixed_blocks import mixed_checkpoint
+from tests.quick_interpreter import stay_dressed
 
 if TYPE_CHECKING:
     from engine.loading.checkpoint import Checkpoint
@@ -83,5 +84,6 @@ def check_logits(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    stay_dressed()
     with torch.inference_mode():
         print(f"{check_logits(Path(sys.argv[1]))} cases agree")

@@ -16,8 +16,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.gpu.device import choose_device
+from engine.gpu.device import Device, choose_device
 from engine.gpu.gpus import MIB, Gpus
+from engine.machine import machine_facts
 from engine.startup import load_model
 from tests.fake_gpus import KV_BYTES, FakeGpus
 from tests.tiny_models import make_config, make_tensors, write_gguf
@@ -45,7 +46,7 @@ def test_a_gpu_is_taken_where_there_is_one_and_it_is_not_forbidden(device: str, 
         ({"device": "gpu"}, "can be auto, cpu, cuda, or cuda:1"),
         ({"device": "cuda:x"}, "can be auto, cpu, cuda, or cuda:1"),
         ({"device": "cuda:2"}, "there are 2 GPUs, cuda:0 to cuda:1"),
-        ({"device": "cuda", "kv_cache_dtype": "int8"}, "cache.kv_cache_dtype is 'int8', which only processors"),
+        ({"device": "cuda", "kv_cache_dtype": "int8"}, "cache.kv_cache_dtype is 'int8', which only processors have"),
         ({"device": "cuda", "block_size": 24}, "on a GPU blocks are powers of two"),
     ],
 )
@@ -64,11 +65,10 @@ def test_without_a_gpu_auto_takes_the_processor_and_says_why_and_nothing_else_is
 
 def test_auto_takes_the_processor_where_a_setting_asks_for_what_a_gpu_does_not_compute() -> None:
     chosen = choose_device(EngineConfig(kv_cache_dtype="int8"), FakeGpus())
-    assert (chosen.name, chosen.reason) == ("cpu", "cache.kv_cache_dtype is 'int8', which only processors have so far")
+    assert (chosen.name, chosen.reason) == ("cpu", "cache.kv_cache_dtype is 'int8', which only processors have")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_this_machine_has_none_and_says_what_is_missing() -> None:
+def test_a_machine_without_one_says_what_is_missing() -> None:
     assert Gpus().obstacle() in (
         f"torch {torch.__version__} finds no GPU",
         f"torch {torch.__version__} is built for CPUs alone (the README tells of the one for GPUs)",
@@ -161,6 +161,27 @@ def test_a_gpu_without_bfloat16_takes_float16(config: EngineConfig) -> None:
         load_model(replace(config, dtype="bfloat16"), gpus)
 
 
+def test_a_cache_of_eight_bit_floats_is_for_gpus_that_make_them(tmp_path: Path, config: EngineConfig) -> None:
+    gpus = FakeGpus()
+    with pytest.raises(
+        ConfigError, match="'fp8', but the model has heads of 16 numbers, and that takes 32: choose auto"
+    ):
+        load_model(replace(config, kv_cache_dtype="fp8"), gpus)
+    shape = make_config(hidden_size=128, head_size=32)
+    path = write_gguf(tmp_path / "wide.gguf", shape, make_tensors(shape))
+    fp8 = replace(config, model=str(path), kv_cache_dtype="fp8")
+    model = load_model(fp8, gpus)
+    assert (gpus.made["dtype"], gpus.made["cache_dtype"]) == (torch.bfloat16, torch.float8_e4m3fn)
+    assert model.remarks[0] == "dtype bfloat16: multiplied by this GPU; KV cache of eight-bit floats"
+    load_model(config, gpus)
+    assert gpus.made["cache_dtype"] == torch.bfloat16
+    gpus.makes_float8 = False
+    with pytest.raises(ConfigError, match="'fp8', which cuda:1 does not make; NVIDIA's do from sm_89 on: choose auto"):
+        load_model(fp8, gpus)
+    with pytest.raises(ConfigError, match="'fp8', which is for GPUs; on a processor it can be auto or int8"):
+        load_model(replace(fp8, device="auto"), FakeGpus(why="torch finds no GPU"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheel for this platform")
 def test_an_engine_over_the_kernels_answers_as_one_over_torch() -> None:
@@ -168,7 +189,7 @@ def test_an_engine_over_the_kernels_answers_as_one_over_torch() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[2])}
     run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "9 answers agree, 3 in fixed batches\n"
+    assert run.stdout.splitlines() == ["7 sends arrive", "9 answers agree, 3 in fixed batches"]
 
 
 @pytest.mark.parametrize("blocks", ["native", "int8"])
@@ -180,6 +201,13 @@ def test_weights_stay_quantized_where_blocks_are_asked_for(config: EngineConfig,
     assert model.remarks[0] == f"dtype {blocks}: {what}"
     load_model(config, gpus)
     assert gpus.made["blocks"] is None
+
+
+def test_what_is_compared_on_a_gpu_names_it() -> None:
+    facts = machine_facts(2, Device(1, "Imaginary 1"))
+    assert (facts["device"], facts["processor"]) == ("cuda:1", "Imaginary 1")
+    assert "threads" not in facts
+    assert "device" not in machine_facts(2)
 
 
 def test_a_width_that_blocks_do_not_go_with_is_one_clear_line(tmp_path: Path, config: EngineConfig) -> None:

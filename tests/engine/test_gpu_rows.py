@@ -196,10 +196,11 @@ def test_what_padding_draws_goes_nowhere() -> None:
 
 @needs_triton
 def test_more_rows_than_there_is_room_for_are_refused() -> None:
+    from engine.gpu.events import Past
     from engine.gpu.mailbox import Mailbox
     from engine.gpu.runner import columns_of
 
     columns, _ = columns_of(batch_of(*[(seat, seat, 5, 1) for seat in range(5)]))
     nothing = np.zeros(0, np.int32)
     with pytest.raises(RuntimeError, match="5 rows came where 4"):
-        Mailbox(4, torch.device("cpu")).send(columns, nothing, nothing, torch.zeros(1, dtype=torch.int32))
+        Mailbox(4, torch.device("cpu"), Past).send(columns, nothing, nothing, torch.zeros(1, dtype=torch.int32))

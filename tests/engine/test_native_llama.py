@@ -185,8 +185,8 @@ def test_a_cache_of_bytes_holds_what_the_plain_one_holds_in_half_the_memory(tiny
 def test_a_cache_of_bytes_is_for_the_native_kernels_alone(
     tiny: FakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8'; it can be auto or int8"):
-        choose_precision("auto", tiny, "fp8")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp4'; it can be auto or int8"):
+        choose_precision("auto", tiny, "fp4")
     with pytest.raises(ConfigError, match=r"only the native kernels read, and model.dtype is 'float32'"):
         choose_precision("float32", tiny, "int8")
     without_kernels(monkeypatch)

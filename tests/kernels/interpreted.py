@@ -11,8 +11,10 @@ import torch
 
 from kernels.bench.registry import small_cases
 from tests.kernels import interpreted_attention as attention
+from tests.quick_interpreter import stay_dressed
 
 if __name__ == "__main__":
+    stay_dressed()
     agreed = Counter[str]()
     for case in small_cases():
         print(f"{case.kernel}: {case.shape}", flush=True)

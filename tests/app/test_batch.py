@@ -24,6 +24,7 @@ from app.api.responses import RESPONSES_URL
 from app.batch_output import read_earlier
 from engine.errors import ConfigError
 from tests.fakes import FakeChatTemplate, fake_config, open_fake_engine
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -391,13 +392,13 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
 
 
 def interrupt(process: subprocess.Popen[str], output: Path, number: signal.Signals) -> str:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not output.exists() or output.stat().st_size < 9_000:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     return err
 
 
@@ -418,7 +419,7 @@ def test_the_command_goes_on_after_a_signal(start: Callable[..., subprocess.Pope
     with output.open("a") as file:
         file.write('{"id": "batch')
     process = start()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
     told, end = err.splitlines()
     assert re.fullmatch(r"going on with .*out\.jsonl: \d+ lines answered before \(--restart answers all anew\)", told)

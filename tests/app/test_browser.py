@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.fixtures_browser import IN_A_BROWSER, ask, server, until
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -46,7 +47,7 @@ def test_the_dashboard_says_when_it_stands_still_and_comes_back(page: Page) -> N
         assert page.locator("#connection").is_hidden()
         process.send_signal(signal.SIGTERM)
         page.get_by_text("The server is shutting down").wait_for()
-        process.wait(15)
+        process.wait(PATIENCE_SECONDS)
         with server(step_seconds=0.01, port=int(url.rsplit(":", 1)[1])) as (again, _):
             assert again == url
             until(page, "document.getElementById('connection')?.hidden === true", 15)

@@ -25,6 +25,7 @@ from engine.errors import EngineError
 from engine.scripted_runner import ScriptedRunner
 from tests.app.killed import be_killed
 from tests.fakes import FakeRunner, fake_config, open_fake_engine
+from tests.patience import PATIENCE_SECONDS
 from tests.tiny_models import make_config, make_tensors, write_gguf
 
 if TYPE_CHECKING:
@@ -195,11 +196,11 @@ def test_an_interruption_leaves_no_process_behind(send: Callable[[int, int], Non
         time.sleep(after)
         send(process.pid, signal.SIGINT)
         try:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=PATIENCE_SECONDS)
         finally:
             process.kill()
     assert (process.returncode, out.replace("begun\n", ""), err) == (130, "", "")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while _has_members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _has_members(process.pid)

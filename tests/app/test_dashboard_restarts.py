@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from tests.fixtures_browser import IN_A_BROWSER, server, until
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Request
@@ -57,7 +58,7 @@ def test_it_comes_back_within_ten_seconds_with_one_stream(page: Page) -> None:
             assert len([stream for stream in streams if stream not in ended]) == 1
             process.send_signal(signal.SIGTERM)
             page.get_by_text("The server is shutting down").wait_for()
-            process.wait(15)
+            process.wait(PATIENCE_SECONDS)
     assert len(streams) >= 3
 
 

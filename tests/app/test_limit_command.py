@@ -29,6 +29,7 @@ from app.limit.words import lines_of, per_second
 from app.render import numbers
 from engine.config import SloTargets
 from tests.app.endpoints import open_endpoint
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -332,12 +333,12 @@ def test_an_interruption_ends_everything_that_was_started(number: signal.Signals
     with open_endpoint(first_seconds=5.0, context=4096) as (url, behaviour):
         words = [sys.executable, "-m", "app.cli", "limit", "--url", url, "--seats", "2"]
         process = subprocess.Popen(words, env=marked, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE_SECONDS
         while not behaviour.bodies and time.monotonic() < until:
             time.sleep(0.02)
         assert any("app.limit.generator" in words for words in processes(marked["LIMIT_TEST"]))
         process.send_signal(number)
-        out, err = process.communicate(timeout=15)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, out, err) == (128 + number, "", "")
 
 

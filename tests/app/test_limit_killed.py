@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -18,7 +20,7 @@ import sys, time
 from app.limit.own_server import open_own_server
 with open_own_server([], (sys.executable, "-m", "tests.serve_command", sys.argv[1])) as url:
     print(url, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -38,7 +40,7 @@ def test_the_server_that_was_started_ends_where_the_command_is_killed(tmp_path: 
         url = process.stdout.readline().strip()
         assert answers(url)
         process.kill()
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE_SECONDS
     while answers(url) and time.monotonic() < until:
         time.sleep(0.05)
     assert not answers(url)
@@ -57,5 +59,5 @@ def test_a_server_that_is_to_end_with_its_input_serves_until_then(tmp_path: Path
         process.stdin.flush()
         assert answers(url)
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
         assert not answers(url)

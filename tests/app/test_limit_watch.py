@@ -12,6 +12,7 @@ import pytest
 
 from tests.app.endpoints import open_endpoint
 from tests.app.test_limit_command import SIMULATE, marked  # noqa: F401 - a fixture
+from tests.patience import PATIENCE_SECONDS
 
 ASKED = (*SIMULATE, "--requests", "100", "--factor", "20", "--repeats", "2")
 
@@ -57,7 +58,7 @@ def test_it_ends_with_all_it_started_when_nobody_reads_its_lines(marked: dict[st
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["event"] == "progress"
         process.stdout.close()
-        assert process.wait(30) == 1
+        assert process.wait(PATIENCE_SECONDS) == 1
         assert process.stderr is not None
         assert process.stderr.read() == ""
         process.stderr.close()

@@ -21,6 +21,7 @@ from app.effects import make_side
 from app.journal.journal import open_journal
 from tests.app.serving import COMPLETIONS, Server, make_settings, open_server
 from tests.app.test_journal import row
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -85,7 +86,7 @@ async def full_server(folder: Path) -> AsyncIterator[Server]:
 
 
 def read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
         body: bytes = answer.read()
     return body
 

@@ -18,13 +18,13 @@ import httpx
 import pytest
 
 from tests.app.serving import CHAT, chat_body, events
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 20.0
 
 
 class Process:

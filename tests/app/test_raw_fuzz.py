@@ -26,7 +26,7 @@ from tests.fakes import expected_output
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "4000"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "1500"))
 FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
 NUM_TOKENS = 300
 

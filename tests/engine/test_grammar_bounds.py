@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from engine.errors import InvalidRequestError
+from engine.grammar import trial
 from engine.grammar.compiler import MAX_REMEMBERED, GrammarCompiler
 from engine.grammar.spec import (
     MAX_CHOICES,
@@ -26,11 +27,18 @@ from engine.grammar.trial import TOO_LARGE, Verdict
 from engine.handle import GenerationRequest, TextPrompt
 from engine.sequence import FinishReason, SamplingParams
 from tests.fakes import FakeTokenizer, expected_output, fake_config, open_fake_engine, read_deltas
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.handle import Handle
+
+
+@pytest.fixture(autouse=True)
+def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """May take its time: what ends a trial here is what it takes of the processor's time."""
+    monkeypatch.setattr(trial, "TRIAL_SECONDS", 10 * PATIENCE_SECONDS)
 
 
 def chain(length: int) -> dict[str, object]:
@@ -210,7 +218,7 @@ async def test_who_leaves_holds_no_place_until_its_grammar_was_tried(monkeypatch
         for handle in leaving:
             handle.abort("timeout")
         staying = submit(1)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_SECONDS):
             while engine.num_open > 1:
                 await trio.sleep(0.001)
             *_, last = [delta async for delta in read_deltas(staying)]

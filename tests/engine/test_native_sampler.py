@@ -171,7 +171,7 @@ def drawings(draw: st.DrawFn, size: int) -> tuple[float, int, float, float, floa
 KINDS = ("normal", "peaked", "flat", "equal", "few values", "masked", "broken", "huge")
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data(), st.sampled_from(KINDS), st.integers(1, 9), st.integers(1, 300) | st.integers(1, 3000))
 def test_it_draws_what_the_plain_version_draws(
     model: NativeLlama, data: st.DataObject, kind: str, rows: int, size: int

@@ -206,11 +206,11 @@ def line_of(sequence: Sequence) -> tuple[bool, str, int]:
     return sequence.background, sequence.key_name, sequence.priority
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=100, max_size=100), st.integers(4, 64))
 def test_sustained_overload_never_wedges(requests: list[tuple[int, int]], token_budget: int) -> None:
     """A hundred requests at many times the pool: all end, none twice, nobody is thrown out without bound."""

@@ -77,8 +77,10 @@ class CacheSection(Section):
     block_size: int = setting(
         16, "tokens", "size of a KV block; smaller wastes less, larger is less bookkeeping", ge=1, le=256
     )
-    kv_cache_dtype: Literal["auto", "int8"] = setting(
-        "auto", "", "numbers kept of each token; int8 takes about half of auto's memory, under the native kernels alone"
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
+        "auto",
+        "",
+        "numbers kept of each token; int8 with the native kernels, and fp8 on a GPU, take about half of auto's memory",
     )
     memory: Bytes | None = setting(
         None,

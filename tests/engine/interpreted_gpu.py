@@ -18,6 +18,7 @@ from engine.grammar.spec import schema_spec
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.sequence import SamplingParams
 from tests.engine.interpreted_crowd import check_mailbox
+from tests.engine.interpreted_float8 import check_float8
 from tests.engine.tiny_engine import CONTEXT, Answer, answer_all, bias, open_tiny_engine
 from tests.fake_checkpoint import make_checkpoint, make_runner
 from tests.late_device import LateDevice, LateRunner
@@ -124,3 +125,5 @@ if __name__ == "__main__":
     print(f"{check_mailbox()} sends arrive")
     runner = make_gpu_runner(NUM_BLOCKS, CAPACITY, is_slow=True, cache_dtype=torch.float32)
     print(f"{trio.run(check_answers, runner)} answers agree, {trio.run(check_fixed_batches)} in fixed batches")
+    runner = make_gpu_runner(NUM_BLOCKS, CAPACITY, is_slow=True, cache_dtype=torch.float8_e4m3fn)
+    print(f"{trio.run(check_float8, runner, NUM_BLOCKS, SILENT)} tokens are likeliest over eight-bit floats")

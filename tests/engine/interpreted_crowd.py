@@ -98,7 +98,7 @@ async def leave_early(engine: Engine, request: GenerationRequest, num_tokens: in
 
 
 async def check_noise(runner: LateRunner, num_blocks: int, silent_ids: tuple[int, ...]) -> int:
-    """All at once, in a pool that is too small for them; gives the number of answers that are right."""
+    """All at once, and two who leave; gives the number of answers that are right."""
     runner.reset()
     late, answers = runner.late, dict[int, Answer]()
     first = late.replays

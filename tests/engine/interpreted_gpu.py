@@ -17,7 +17,7 @@ from engine.gpu.startup import try_requests, warm_up
 from engine.grammar.spec import schema_spec
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.sequence import SamplingParams
-from tests.engine.interpreted_crowd import check_mailbox
+from tests.engine.interpreted_crowd import check_mailbox, check_noise
 from tests.engine.interpreted_float8 import check_float8
 from tests.engine.tiny_engine import CONTEXT, Answer, answer_all, bias, open_tiny_engine
 from tests.fake_checkpoint import make_checkpoint, make_runner
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.stepper import Runner
 
 NUM_BLOCKS = 10  # of four tokens: too few for all, so that some lose their seats
+FEW_BLOCKS = 8
 SEATS = 5
 CAPACITY = 6  # steps of three rows and of five are padded
 SILENT = (9, 45)
@@ -125,5 +126,7 @@ if __name__ == "__main__":
     print(f"{check_mailbox()} sends arrive")
     runner = make_gpu_runner(NUM_BLOCKS, CAPACITY, is_slow=True, cache_dtype=torch.float32)
     print(f"{trio.run(check_answers, runner)} answers agree, {trio.run(check_fixed_batches)} in fixed batches")
+    runner.late.is_slow = False
+    print(f"{trio.run(check_noise, runner, FEW_BLOCKS, SILENT)} answers in a crowd are those alone")
     runner = make_gpu_runner(NUM_BLOCKS, CAPACITY, is_slow=True, cache_dtype=torch.float8_e4m3fn)
     print(f"{trio.run(check_float8, runner, NUM_BLOCKS, SILENT)} tokens are likeliest over eight-bit floats")

@@ -190,7 +190,8 @@ def test_an_engine_over_the_kernels_answers_as_one_over_torch() -> None:
     run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
-        "7 sends arrive", "9 answers agree, 3 in fixed batches", "24 tokens are likeliest over eight-bit floats",
+        "7 sends arrive", "9 answers agree, 3 in fixed batches", "6 answers in a crowd are those alone",
+        "24 tokens are likeliest over eight-bit floats",
     ]  # fmt: skip
 
 

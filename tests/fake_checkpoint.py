@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.batch import TokenLogprobs
     from engine.loading.checkpoint import Checkpoint
     from engine.models.config import ModelConfig
+    from engine.stepper import Runner
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -94,7 +95,7 @@ class Table:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         *,
         num_blocks: int,
         block_size: int,

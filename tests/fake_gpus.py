@@ -37,8 +37,9 @@ class FakeGpuRunner(FakeRunner):
         self.calls.append(("allocate_cache", num_blocks))
         self.gpus.take(num_blocks * 16 * KV_BYTES if num_blocks > 1 else 0)
 
-    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True) -> None:
-        self.calls.append(("run_empty" if filtered else "warm_up", num_rows, num_tokens))
+    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True, params: Any = None) -> None:
+        name = "run_empty" + " with all" * (params is not None) if filtered else "warm_up"
+        self.calls.append((name, num_rows, num_tokens))
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         self.calls.append(("execute", batch.starts[0], batch.counts[0]))

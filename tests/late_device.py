@@ -119,10 +119,10 @@ class LateRunner(GpuRunner):
         with self.late.noting():
             return super().launch(batch)
 
-    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True) -> None:
+    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True, params: Any = None) -> None:
         if not self._captures:  # there is nothing to compile
             with self.late.noting():
-                super().run_empty(num_rows, num_tokens, filtered=filtered)
+                super().run_empty(num_rows, num_tokens, filtered=filtered, params=params)
 
     def reset(self) -> None:
         self.late.wait()

@@ -2,182 +2,182 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from engine.batch import TokenLogprobs
 from engine.drawing import cause_of
-from kernels.draws import Biases, Penalized
+from engine.gpu.wants import NO_BIAS
+from kernels.draws import WIDTH, Biases, Penalized, Told
 from kernels.gpu.logits import add_biases, apply_token_mask, penalize
+from kernels.gpu.logprobs import drawn_logprobs, top_logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from engine.gpu.rows import GpuRows
+    from engine.drawing import Extras
+    from engine.gpu.columns import Columns
+    from engine.gpu.wants import Wants
 
-    Bring = Callable[[NDArray[np.generic]], torch.Tensor]
+    Ints = NDArray[np.int32]
+    Bring = Callable[..., list[torch.Tensor]]
+
+NO_MASKS: Final = np.zeros((0, 1), dtype=np.int32)
 
 
-class Draw(NamedTuple):
-    """A row of the logits.
+class Telling(NamedTuple):
+    """Rows that tell of log-probabilities, on the device.
 
     Attributes:
-        line: of the logits.
-        row: of the batch.
-        position: where the token will stand.
+        buffer: [T, WIDTH] int32, what is told.
+        lines: [T] int32, of the logits.
+        kept: [K, V], logits of those lines whose logits were changed, as they were.
+        places: [T] int32, which of these a row's are; -1 for one that is as it was.
     """
 
-    line: int
-    row: int
-    seat: int
-    position: int
+    buffer: torch.Tensor
+    lines: torch.Tensor
+    kept: torch.Tensor
+    places: torch.Tensor
 
 
 class Asking:
     """The rows of one step that ask for something.
 
     Args:
-        draws: all that sample.
-        bring: copies an array to the device.
+        columns: of the step; what is drawn for is a line of the logits.
+        rows: of the batch, those of the first lines; the others stand for nothing.
+        wants: of the seats.
+        bring: copies arrays to the device, all in one go.
 
     Attributes:
         failures: row of the batch to one line of cause, for those that cannot go on.
     """
 
-    def __init__(self, draws: list[Draw], rows: GpuRows, bring: Bring) -> None:
-        self._draws = [
-            draw
-            for draw in draws
-            if draw.seat in rows.extras
-            or (draw.position < rows.stops_from[draw.seat] and len(rows.stop_ids[draw.seat]))
-        ]
-        self._rows, self._bring = rows, bring
+    def __init__(self, columns: Columns, rows: NDArray[np.intp], wants: Wants, bring: Bring) -> None:
+        seats, positions = columns.sample_seats[: len(rows)], columns.sample_positions[: len(rows)]
+        is_early = positions < wants.stops_from[seats]
+        lines = np.flatnonzero(wants.asks[seats] | is_early)
+        self._lines = lines.astype(np.int32)
         self.failures: dict[int, str] = {}
-        self._telling = [
-            draw for draw in self._draws if draw.seat in rows.extras and rows.extras[draw.seat].num_logprobs is not None
-        ]
-        self._told: tuple[torch.Tensor, ...] = ()
-        self._extras = {draw.seat: rows.extras.get(draw.seat) for draw in self._draws}
+        self._telling: Telling | None = None
+        self._told: torch.Tensor | None = None
+        if not len(lines):
+            return
+        self._seats, self._positions, self._is_early = seats[lines], positions[lines], is_early[lines]
+        self._wants, self._bring = wants, bring
+        self._rows: list[int] = rows[lines].tolist()
+        # Those under a constraint: which of these it is, its seat, and what it was when the step was launched.
+        self._bound: list[tuple[int, int, Extras]] = []
+        if wants.extras:
+            found = enumerate(self._seats.tolist())
+            self._bound = [(index, seat, wants.extras[seat]) for index, seat in found if seat in wants.extras]
+        counts = wants.num_logprobs[self._seats]
+        self._tells = np.flatnonzero(counts >= 0)
+        self._counts: list[int] = counts[self._tells].tolist()
 
     def __bool__(self) -> bool:
-        return bool(self._draws)
+        return bool(len(self._lines))
 
-    def adjust(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Change logits [S, V] before tokens are drawn; gives those of rows that will tell, as the model had them."""
-        own = None
-        if self._telling:
-            own = logits[self._indices(self._telling)]
-        biases: dict[tuple[int, int], float] = {}
-        masks: list[tuple[int, NDArray[np.int32]]] = []
-        penalized: list[Draw] = []
-        for draw in self._draws:
-            extras, params = self._extras[draw.seat], self._rows.params[draw.seat]
-            only_stops, early = False, bool(draw.position < self._rows.stops_from[draw.seat])
-            stop_ids = self._rows.stop_ids[draw.seat]
-            if extras is not None and extras.is_constrained:
-                try:
-                    allowed, only_stops = extras.allow(logits.shape[1], stop_ids.astype(np.int64), early=early)
-                    masks.append((draw.line, _words(allowed)))
-                except Exception as error:
-                    self.failures[draw.row] = cause_of(error)
-            if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
-                penalized.append(draw)
-            biases |= {
-                (draw.line, token_id): value for token_id, value in params.logit_bias if 0 <= token_id < logits.shape[1]
-            }
-            if early and not only_stops:
-                biases |= {(draw.line, int(token_id)): -math.inf for token_id in stop_ids}
-        self._apply(logits, biases, penalized, masks)
-        return own
+    def adjust(self, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Change logits before tokens are drawn; of rows that will tell, look first.
 
-    def look(self, own: torch.Tensor | None, token_ids: torch.Tensor) -> None:
-        """Compute what rows will tell, from their own logits [T, V] and all drawn tokens [S]; does not wait."""
-        if own is None:
-            return
-        num_top = max(1, *[self._rows.params[draw.seat].num_logprobs or 0 for draw in self._telling])
-        norms = torch.logsumexp(own, dim=-1)
-        drawn = token_ids[self._indices(self._telling)].long().clamp_(min=0)
-        chosen = own.gather(-1, drawn[:, None])[:, 0] - norms
-        top = torch.topk(own, min(num_top, own.shape[1]), dim=-1)
-        found = (chosen, top.values - norms[:, None], top.indices)
-        self._told = tuple([tensor.to("cpu", non_blocking=True) for tensor in found])
+        Args:
+            logits: [S, V] float32.
+            token_ids: [seats, context] int32, the known tokens of each seat.
+        """
+        masks = self._masks(logits.shape[1])
+        biased, biases = self._biases()
+        penalized = np.flatnonzero(self._wants.is_penalized[self._seats])
+        is_changed = np.zeros(len(self._lines), dtype=bool)
+        is_changed[biased] = is_changed[penalized] = True
+        is_kept = is_changed[self._tells]
+        places = np.where(is_kept, np.cumsum(is_kept) - 1, -1).astype(np.int32)
+        lines = self._lines[self._tells]
+        telling, kept, there, *rest = self._bring(
+            lines, lines[is_kept], places, *biases, *self._penalties(penalized), *masks
+        )
+        if len(lines):
+            buffer = torch.empty((len(lines), WIDTH), dtype=torch.int32, device=logits.device)
+            top_logprobs(logits, telling, max(self._counts), Told.of(buffer))
+            self._telling = Telling(buffer, telling, logits.index_select(0, kept) if len(kept) else logits, there)
+        add_biases(logits, Biases(*rest[:3]))
+        penalize(logits, token_ids, Penalized(*rest[3:8]))
+        apply_token_mask(logits, rest[9], rest[8])
 
-    def take(self, token_ids: Mapping[int, int]) -> tuple[dict[int, TokenLogprobs], dict[int, tuple[int, ...]]]:
-        """Tokens were drawn: row of the batch to token id. Gives what is told of them, and those that follow them.
+    def look(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
+        """Look at the tokens that were drawn, [S] int32, of rows that will tell; does not wait."""
+        if self._telling is not None:
+            buffer, lines, kept, places = self._telling
+            drawn_logprobs(logits, kept, places, lines, drawn, Told.of(buffer))
+            self._told = buffer.to("cpu", non_blocking=True)
+
+    def take(self, token_ids: Sequence[int]) -> tuple[dict[int, TokenLogprobs], dict[int, tuple[int, ...]]]:
+        """Tokens were drawn, one for each row of the batch, or -1. Gives what is told of them, and what follows them.
 
         A step that was launched since may have given a seat to another, who knows nothing of this one's tokens; nobody
         asks for them any more.
         """
-        logprobs: dict[int, TokenLogprobs] = {}
         forced: dict[int, tuple[int, ...]] = {}
-        for draw in self._draws:
-            extras = self._extras[draw.seat]
-            if extras is None or draw.row in self.failures or draw.row not in token_ids or not self._sits(draw):
+        for index, seat, extras in self._bound:
+            row = self._rows[index]
+            if token_ids[row] < 0 or row in self.failures or self._wants.extras.get(seat) is not extras:
                 continue
             try:
-                if following := extras.take(token_ids[draw.row]):
-                    forced[draw.row] = following
+                if following := extras.take(token_ids[row]):
+                    forced[row] = following
             except Exception as error:
-                self.failures[draw.row] = cause_of(error)
-        for index, draw in enumerate(self._telling):
-            if draw.row in token_ids and draw.row not in self.failures and self._sits(draw):
-                logprobs[draw.row] = self._tell(index, draw, token_ids[draw.row])
-        return logprobs, forced
+                self.failures[row] = cause_of(error)
+        return {} if self._told is None else self._tell(Told.of(self._told), token_ids), forced
 
-    def _sits(self, draw: Draw) -> bool:
-        """Whether the seat is that of the sequence that it was when the step was launched."""
-        return self._rows.extras.get(draw.seat) is self._extras[draw.seat]
+    def _tell(self, told: Told, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
+        columns = (told.drawn.tolist(), told.token_ids.tolist(), told.logprobs.tolist(), self._counts)
+        logprobs = {}
+        for index, drawn, top_ids, top, count in zip(self._tells.tolist(), *columns, strict=True):
+            row = self._rows[index]
+            if token_ids[row] >= 0 and row not in self.failures:
+                pairs = tuple(zip(top_ids[:count], top[:count], strict=True))
+                logprobs[row] = TokenLogprobs(token_ids[row], drawn, pairs)
+        return logprobs
 
-    def _tell(self, index: int, draw: Draw, token_id: int) -> TokenLogprobs:
-        chosen = float(self._told[0][index])
-        values, indices = (tensor[index].tolist() for tensor in self._told[1:])
-        count = self._rows.params[draw.seat].num_logprobs or 0
-        # Of equal ones the lower id first.
-        top = sorted(zip(indices, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        return TokenLogprobs(token_id, chosen, tuple(top[:count]))
+    def _masks(self, vocab_size: int) -> tuple[Ints, Ints]:
+        """What constraints allow: [M] lines and [M, ⌈V / 32⌉] words. Where only stops are left they may come early."""
+        lines, masks = [], []
+        for index, seat, extras in self._bound:
+            try:
+                stop_ids = self._wants.stop_ids[seat].astype(np.int64)
+                allowed, only_stops = extras.allow(vocab_size, stop_ids, early=bool(self._is_early[index]))
+            except Exception as error:
+                self.failures[self._rows[index]] = cause_of(error)
+                continue
+            if only_stops:
+                self._is_early[index] = False
+            lines.append(self._lines[index])
+            masks.append(_words(allowed))
+        return np.array(lines, dtype=np.int32), np.stack(masks) if masks else NO_MASKS
 
-    def _apply(
-        self,
-        logits: torch.Tensor,
-        biases: dict[tuple[int, int], float],
-        penalized: list[Draw],
-        masks: list[tuple[int, NDArray[np.int32]]],
-    ) -> None:
-        if biases:
-            places = np.array(list(biases), dtype=np.int32)
-            values = np.array(list(biases.values()), dtype=np.float32)
-            add_biases(logits, Biases(*map(self._bring, (places[:, 0], places[:, 1], values))))
-        if penalized:
-            penalize(logits, self._rows.token_ids, self._lines(penalized))
-        if masks:
-            rows = np.array([index for index, _ in masks], dtype=np.int32)
-            apply_token_mask(logits, self._bring(np.stack([mask for _, mask in masks])), self._bring(rows))
+    def _biases(self) -> tuple[NDArray[np.intp], tuple[Ints, Ints, NDArray[np.float32]]]:
+        """Which rows something is added to; and to which logits, a line of it each: [A]."""
+        wants = self._wants
+        biased = np.flatnonzero(wants.is_biased[self._seats] | self._is_early)
+        rows = zip(self._seats[biased].tolist(), self._is_early[biased].tolist(), strict=True)
+        biases = [(wants.early_biases if is_early else wants.biases)[seat] for seat, is_early in rows] or [NO_BIAS]
+        token_ids, values = zip(*biases, strict=True)
+        lines = np.repeat(self._lines[biased], [len(each) for each in token_ids][: len(biased)])
+        return biased, (lines, np.concatenate(token_ids), np.concatenate(values))
 
-    def _lines(self, draws: list[Draw]) -> Penalized:
-        params = [self._rows.params[draw.seat] for draw in draws]
-        numbers = [[each.repetition_penalty, each.frequency_penalty, each.presence_penalty] for each in params]
-
-        def bring(column: list[int]) -> torch.Tensor:
-            return self._bring(np.array(column, dtype=np.int32))
-
-        return Penalized(
-            rows=bring([draw.line for draw in draws]),
-            seats=bring([draw.seat for draw in draws]),
-            num_prompt_tokens=bring([int(self._rows.num_prompt_tokens[draw.seat]) for draw in draws]),
-            num_tokens=bring([draw.position for draw in draws]),
-            penalties=self._bring(np.array(numbers, dtype=np.float32)),
-        )
-
-    def _indices(self, draws: list[Draw]) -> torch.Tensor:
-        return self._bring(np.array([draw.line for draw in draws], dtype=np.int64))
+    def _penalties(self, penalized: NDArray[np.intp]) -> tuple[NDArray[np.generic], ...]:
+        """The columns of `Penalized`."""
+        seats = self._seats[penalized]
+        known = self._wants.num_prompt_tokens[seats], self._positions[penalized]
+        return self._lines[penalized], seats, *known, self._wants.penalties[seats]
 
 
-def _words(allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
+def _words(allowed: NDArray[np.bool_]) -> Ints:
     """Truth values [V] as a bit each, the lowest first: [⌈V / 32⌉]."""
     padded = np.zeros(-(-len(allowed) // 32) * 32, dtype=bool)
     padded[: len(allowed)] = allowed

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from engine.gpu.runner import GpuRunner
     from engine.loading.checkpoint import Checkpoint
+    from engine.sequence import SamplingParams
 
 MIB: Final = 1 << 20
 
@@ -35,7 +36,9 @@ class GpuRunnerLike(Runner, Protocol):
         """Make room for so many blocks."""
         ...
 
-    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True) -> None:
+    def run_empty(
+        self, num_rows: int, num_tokens: int, *, filtered: bool = True, params: SamplingParams | None = None
+    ) -> None:
         """Compute a step of rows that stand for nothing; as in `engine.gpu.runner`."""
         ...
 

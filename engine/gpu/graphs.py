@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from engine.gpu.mailbox import Columns
+    from engine.gpu.columns import Columns
     from engine.gpu.runner import GpuRunner
 
     Replay = Callable[[], object]

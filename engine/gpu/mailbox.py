@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
+from engine.gpu.columns import Columns
 from kernels.gpu.inputs import apply_changes
 
 if TYPE_CHECKING:
@@ -20,55 +22,6 @@ if TYPE_CHECKING:
 
 # Changes that travel with the columns; long prompts take a copy of their own.
 MAX_CHANGES: Final = 8192
-
-
-class Columns(NamedTuple):
-    """Of each row of a step, and of each row that samples; whole numbers.
-
-    Attributes:
-        seats: [R], -1 for a row that stands for nothing.
-        table_seats: [R], whose block table it reads; a seat even where `seats` has none.
-        starts: [R], position of its first token.
-        seq_lens: [R], its tokens in the cache, the new ones included; 0 reads nothing.
-        sample_tokens: [S], the token of the step behind which is drawn.
-        sample_seats: [S].
-        sample_positions: [S], where the drawn token will stand; -1 for a row that stands for nothing.
-        query_start_loc: [R + 1], row r's tokens are query_start_loc[r] to query_start_loc[r + 1].
-    """
-
-    seats: Ints
-    table_seats: Ints
-    starts: Ints
-    seq_lens: Ints
-    sample_tokens: Ints
-    sample_seats: Ints
-    sample_positions: Ints
-    query_start_loc: Ints
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return len(self.seats)
-
-    @property
-    def num_tokens(self) -> int:
-        """N."""
-        return int(self.query_start_loc[-1])
-
-    @property
-    def max_query_len(self) -> int:
-        """Tokens of the longest row."""
-        return int(np.diff(self.query_start_loc).max(initial=1))
-
-    def padded(self, num_rows: int) -> Columns:
-        """With rows that stand for nothing, a token each, up to so many; of a step in which every row samples."""
-        more = num_rows - self.num_rows
-        if not more:
-            return self
-        nothing, none = np.zeros(more, np.int32), np.full(more, -1, np.int32)
-        loc = np.arange(self.num_tokens + 1, self.num_tokens + more + 1, dtype=np.int32)
-        fill = (none, nothing, nothing, nothing, nothing, nothing, none, loc)
-        return Columns(*[np.concatenate(pair) for pair in zip(self, fill, strict=True)])
 
 
 class Mailbox:
@@ -112,7 +65,7 @@ class Mailbox:
             host[index * self._max_rows :][: len(column)] = column
         count = len(places)
         if count > MAX_CHANGES:
-            apply_changes(state, self.bring(places), self.bring(values))
+            apply_changes(state, *self.bring(places, values))
             count = 0
         first, second = self._end, self._end + _whole(count)
         host[first : first + count] = places[:count]
@@ -121,10 +74,19 @@ class Mailbox:
         self._arrivals[0].record()
         apply_changes(state, self._box[first : first + count], self._box[second : second + count])
 
-    def bring(self, array: NDArray[np.generic]) -> torch.Tensor:
-        """A copy on the device; does not wait."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._pinned else tensor
+    def bring(self, *arrays: NDArray[np.generic]) -> list[torch.Tensor]:
+        """Copies of int32 and float32 arrays on the device, all by one; does not wait."""
+        spans = list(pairwise(accumulate([_whole(array.size) for array in arrays], initial=0)))
+        numbers = np.zeros(spans[-1][1], dtype=np.int32)
+        for (start, _), array in zip(spans, arrays, strict=True):
+            numbers[start : start + array.size] = array.reshape(-1).view(np.int32)
+        host = torch.from_numpy(numbers)
+        there = host.pin_memory().to(self._device, non_blocking=True) if self._pinned else host
+        brought = []
+        for (start, _), array in zip(spans, arrays, strict=True):
+            part = there[start : start + array.size].view(array.shape)
+            brought.append(part.view(torch.float32) if array.dtype == np.float32 else part)
+        return brought
 
 
 def _whole(count: int) -> int:

@@ -7,38 +7,34 @@ by place, and goes to the device together with the batch's own columns.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
-from engine.drawing import NOT_DRAWN, Extras
+from engine.drawing import NOT_DRAWN
 from engine.errors import ConfigError
 from engine.faults import lacks_memory
+from engine.gpu.wants import Wants
 from engine.sampler import noise_key
 from engine.sequence import SamplingParams
 from kernels.draws import SamplingColumns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence as Ordered
 
     from numpy.typing import NDArray
 
     from engine.batch import ScheduledBatch, Seated
+    from engine.gpu.columns import Columns
 
     Ints = NDArray[np.int32]
 
 log = logging.getLogger("relevo.engine")
 
-NO_PENALTIES: Final[dict[str, Any]] = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": (),
-}
 # Columns of a seat's sampling: temperature, top-k, top-p, min-p, and the key's halves.
 NUM_COLUMNS: Final = 6
+NONE: Final = np.zeros(0, dtype=np.int32)
 
 
 class Layout(NamedTuple):
@@ -74,24 +70,38 @@ class Changes:
     """Whole numbers to be written, each place once: the last word counts."""
 
     def __init__(self) -> None:
-        self._places: list[Ints] = []
-        self._values: list[Ints] = []
+        self._written: dict[int, int] = {}  # the last, one by one
+        self._before: list[tuple[Ints, Ints]] = []
 
-    def add(self, first: int, values: Iterable[int] | Ints) -> None:
+    def add(self, first: int, values: Ordered[int]) -> None:
         """Numbers one behind the other."""
-        array = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.int32)
-        self._places.append(np.arange(first, first + len(array), dtype=np.int32))
-        self._values.append(array)
+        self._written.update(zip(range(first, first + len(values)), values, strict=True))
+
+    def add_many(self, first: int, values: Ints) -> None:
+        """The same of an array."""
+        self._close()
+        self._before.append((np.arange(first, first + len(values), dtype=np.int32), values))
 
     def take(self) -> tuple[Ints, Ints]:
         """(places, values), and there are none any more."""
-        if not self._places:
-            return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        places, values = np.concatenate(self._places), np.concatenate(self._values)
-        self._places, self._values = [], []
+        self._close()
+        before, self._before = self._before, []
+        if not before:
+            return NONE, NONE
+        if len(before) == 1:
+            return before[0]
+        places, values = (np.concatenate(column) for column in zip(*before, strict=True))
         # Of a place that comes several times, the last: the first one of the reversed.
         unique, first = np.unique(places[::-1], return_index=True)
         return unique, values[::-1][first]
+
+    def _close(self) -> None:
+        """What was written one by one comes before what comes now."""
+        if self._written:
+            written, self._written = self._written, {}
+            count = len(written)
+            both = np.fromiter(written, np.int32, count), np.fromiter(written.values(), np.int32, count)
+            self._before.append(both)
 
 
 class GpuRows:
@@ -110,7 +120,7 @@ class GpuRows:
         token_ids: [seats, context + 1] int32 on the device.
         block_tables: [seats, blocks] int32 on the device.
         columns: how each seat samples, on the device.
-        extras: by seat, until it changes hands; most seats have none.
+        wants: what each seat asks for beside a token.
     """
 
     def __init__(
@@ -130,20 +140,17 @@ class GpuRows:
     def clear(self) -> None:
         """Nobody sits anywhere. What the buffer holds is not asked for before it is written again."""
         max_num_seqs = self.layout.max_num_seqs
-        self.extras: dict[int, Extras] = {}
-        self.params: list[SamplingParams] = [SamplingParams()] * max_num_seqs
-        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
-        # The position from which on a stop token may stand.
-        self.stops_from = np.zeros(max_num_seqs, dtype=np.int64)
-        self.stop_ids: list[Ints] = [np.zeros(0, np.int32)] * max_num_seqs
-        self.filters = np.zeros(max_num_seqs, dtype=bool)
+        self.wants = Wants(max_num_seqs, self._vocab_size)
         self._changes = Changes()
         self._sequence_ids = np.full(max_num_seqs, -1, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._unseated: dict[int, str] = {}  # why what is known of it could not be taken over
 
-    def apply(self, batch: ScheduledBatch) -> tuple[Ints, Ints]:
+    def apply(self, batch: ScheduledBatch, columns: Columns) -> tuple[Ints, Ints]:
         """Take over what changed; gives the places of the buffer to be written, and what.
+
+        Args:
+            columns: the batch's.
 
         Raises:
             RuntimeError: afterwards a row belongs to another sequence than the batch says, or lacks blocks.
@@ -154,8 +161,7 @@ class GpuRows:
             have = int(self._num_blocks[seat])
             self._changes.add(self.layout.tables + seat * self.layout.num_blocks + have, block_ids)
             self._num_blocks[seat] = have + len(block_ids)
-        seats = np.array(batch.seats, dtype=np.int64)
-        ends = np.array(batch.starts, dtype=np.int64) + np.array(batch.counts, dtype=np.int64)
+        seats, ends = columns.table_seats[: len(batch)], columns.seq_lens[: len(batch)]
         wrong = (self._sequence_ids[seats] != batch.sequence_ids) | (self._num_blocks[seats] * self._block_size < ends)
         if wrong.any():
             rows = np.flatnonzero(wrong).tolist()
@@ -178,35 +184,27 @@ class GpuRows:
         self._sequence_ids[seat] = seated.sequence_id
         self._num_blocks[seat] = 0
         self._unseated.pop(seat, None)
-        self.extras.pop(seat, None)
         try:
-            self._changes.add(seat * self.layout.width, seated.token_ids)
-            self._set(seat, seated.params, seated.num_prompt_tokens)
-            if Extras.wanted(seated.params):
-                # Penalties are counted on the device, from the tokens that lie there.
-                params = replace(seated.params, **NO_PENALTIES)
-                self.extras[seat] = Extras(params, seated.token_ids, seated.num_prompt_tokens, self._vocab_size)
+            self._changes.add_many(seat * self.layout.width, np.array(seated.token_ids, dtype=np.int32))
+            self._set(seat, seated.params)
+            self.wants.set(seat, seated.params, seated.token_ids, seated.num_prompt_tokens)
         except Exception as error:
             if lacks_memory(error):
                 raise
             log.exception("sequence %d could not be given its seat and fails", seated.sequence_id)
             self._unseated[seat] = NOT_DRAWN
-            self._set(seat, SamplingParams(), seated.num_prompt_tokens)
+            self._set(seat, SamplingParams())
+            self.wants.set(seat, SamplingParams(), (), 0)
 
-    def _set(self, seat: int, params: SamplingParams, num_prompt_tokens: int) -> None:
+    def _set(self, seat: int, params: SamplingParams) -> None:
         """How a sequence samples."""
         key = np.array([noise_key(params.seed, params.choice_index)])
         top_k = min(params.top_k, self._vocab_size)
-        start, step = self.layout.sampling, self.layout.max_num_seqs
-        floats = np.array([params.temperature, params.top_p, params.min_p], dtype=np.float32).view(np.int32)
+        start, step = self.layout.sampling + seat, self.layout.max_num_seqs
+        floats = np.array([params.temperature, params.top_p, params.min_p], dtype=np.float32).view(np.int32).tolist()
         for column, value in enumerate((floats[0], top_k, floats[1], floats[2])):
-            self._changes.add(start + column * step + seat, [value])
-        self._changes.add(start + 4 * step + 2 * seat, key.view(np.int32))
-        self.params[seat] = params
-        self.num_prompt_tokens[seat] = num_prompt_tokens
-        self.stops_from[seat] = num_prompt_tokens + params.min_tokens
-        self.stop_ids[seat] = np.array(sorted(i for i in params.stop_token_ids if 0 <= i < self._vocab_size), np.int32)
-        self.filters[seat] = params.temperature > 0 and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
+            self._changes.add(start + column * step, (value,))
+        self._changes.add(start + 4 * step + seat, key.view(np.int32).tolist())
 
 
 def _views(state: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, SamplingColumns]:

@@ -16,11 +16,13 @@ import torch
 
 from engine.batch import StepOutput
 from engine.drawing import NOT_A_NUMBER
-from engine.gpu.asking import Asking, Draw
+from engine.gpu.asking import Asking
+from engine.gpu.columns import Columns, columns_of
 from engine.gpu.events import events_of
 from engine.gpu.llama import GpuLlama
-from engine.gpu.mailbox import Columns, Mailbox
+from engine.gpu.mailbox import Mailbox
 from engine.gpu.rows import GpuRows
+from engine.gpu.wants import Wants
 from engine.gpu.weights import in_blocks
 from engine.stopwatch import Stopwatch
 from kernels.gpu.inputs import TokenInputs, append_tokens, gather_inputs
@@ -30,10 +32,13 @@ from kernels.paged_attention import AttentionRows
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
+
     from engine.batch import ScheduledBatch
     from engine.gpu.events import Event
     from engine.gpu.graphs import Graphs
     from engine.loading.checkpoint import Checkpoint
+    from engine.sequence import SamplingParams
 
 
 class Sizes(NamedTuple):
@@ -57,13 +62,13 @@ class GpuStep:
     """A step under way.
 
     Attributes:
-        rows: [S] of the batch, those that sample.
+        rows: [S], those of the batch that sample.
         token_ids: [S] in the machine's memory, once `done`.
         done: when the device has come to the end of the step.
     """
 
     batch: ScheduledBatch
-    rows: list[int]
+    rows: NDArray[np.intp]
     asking: Asking
     failures: Mapping[int, str]
     token_ids: torch.Tensor
@@ -186,22 +191,22 @@ class GpuRunner:
         """Begin a step, behind those that were launched before; does not wait for any of them."""
         begun = time.perf_counter()
         self._watch.start()
-        places, values = self._rows.apply(batch)
-        columns, draws = columns_of(batch)
+        own, rows = columns_of(batch)
+        places, values = self._rows.apply(batch, own)
         if batch.drafts:
             raise RuntimeError("on this device nothing is guessed, and a step came with drafts")
-        size = self.graphs.size_for(columns) if self.graphs is not None else None
-        columns = columns.padded(size or columns.num_rows)
+        size = self.graphs.size_for(own) if self.graphs is not None else None
+        columns = own.padded(size or own.num_rows)
         self._box.send(columns, places, values, self._rows.state)
-        asking = Asking(draws, self._rows, self._box.bring)
+        wants = self._rows.wants
+        asking = Asking(own, rows, wants, self._box.bring)
         self._watch.lap("inputs")
-        self._compute(columns, asking, size, filtered=bool(self._rows.filters[[draw.seat for draw in draws]].any()))
+        self._compute(columns, asking, size, filtered=bool(wants.filters[own.sample_seats[: len(rows)]].any()))
         self._hosts.reverse()
-        token_ids, done = self._hosts[0][: len(draws)], self._make_event()
-        token_ids.copy_(self._drawn[: len(draws)], non_blocking=True)
+        token_ids, done = self._hosts[0][: len(rows)], self._make_event()
+        token_ids.copy_(self._drawn[: len(rows)], non_blocking=True)
         done.record()
         self._watch.lap("launch")
-        rows = [draw.row for draw in draws]
         return GpuStep(batch, rows, asking, self._rows.failures_of(batch), token_ids, done, begun)
 
     def collect(self, ticket: GpuStep) -> StepOutput:
@@ -209,34 +214,36 @@ class GpuRunner:
         self._watch.start()
         ticket.done.synchronize()
         self._watch.lap("wait")
-        token_ids = np.full(len(ticket.batch), -1, dtype=np.int64)
-        token_ids[ticket.rows] = ticket.token_ids.numpy()
-        broken = {row: NOT_A_NUMBER for row in ticket.rows if token_ids[row] < 0}
-        drawn = {row: int(token_ids[row]) for row in ticket.rows if row not in broken}
-        asking = ticket.asking
-        logprobs, forced = (
-            asking.take({row: drawn[row] for row in drawn if row not in ticket.failures}) if asking else ({}, {})
-        )
-        failures = {**broken, **asking.failures, **ticket.failures}
+        batch, asking = ticket.batch, ticket.asking
+        drawn = np.full(len(batch), -1, dtype=np.int64)
+        drawn[ticket.rows] = ticket.token_ids.numpy()
+        broken = {row: NOT_A_NUMBER for row in ticket.rows[drawn[ticket.rows] < 0].tolist()}
+        drawn[list(ticket.failures)] = -1
+        token_ids: list[int] = drawn.tolist()
+        logprobs, forced = asking.take(token_ids) if asking else ({}, {})
         for row, following in forced.items():
-            batch = ticket.batch
             self._rows.append(batch.seats[row], batch.starts[row] + batch.counts[row] + 1, following)
-        token_ids[list(failures)] = -1
+        failures = {**broken, **asking.failures, **ticket.failures}
+        for row in failures:
+            token_ids[row] = -1
         now = time.perf_counter()
         seconds, self._last_end = now - max(ticket.begun, self._last_end), now
-        return StepOutput(ticket.batch.step, tuple(token_ids.tolist()), failures, seconds, logprobs, forced)
+        return StepOutput(batch.step, tuple(token_ids), failures, seconds, logprobs, forced)
 
     def take_seconds(self) -> dict[str, float]:
         """Where the time of steps went since the last call of this, on this side: inputs, launch, wait."""
         return self._watch.take()
 
     @torch.inference_mode()
-    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True) -> None:
+    def run_empty(
+        self, num_rows: int, num_tokens: int, *, filtered: bool = True, params: SamplingParams | None = None
+    ) -> None:
         """Compute a step of rows that stand for nothing: compiles what it needs, and takes the memory it takes.
 
         Args:
             num_tokens: at least as many; the last rows get what is left, none more than the context has.
             filtered: the draws look at top-k, top-p and min-p.
+            params: what each row asks for beside a token; nothing unless it is given.
         """
         room = self.sizes.max_model_len - 1
         lengths = 1 + np.clip(num_tokens - num_rows - room * np.arange(num_rows)[::-1], 0, room)
@@ -245,7 +252,11 @@ class GpuRunner:
         seq_lens = lengths.astype(np.int32)
         columns = Columns(none, nothing, nothing, seq_lens, loc[1:] - 1, nothing, none, loc)
         self._box.send(columns, nothing[:0], nothing[:0], self._rows.state)
-        self._compute(columns, Asking([], self._rows, self._box.bring), None, filtered=filtered)
+        wants = Wants(1, self.config.vocab_size)
+        if params is not None:
+            wants.set(0, params, (), 0)
+        asking = Asking(columns, np.arange(num_rows), wants, self._box.bring)
+        self._compute(columns, asking, None, filtered=filtered)
 
     def logits(self, num_rows: int, num_tokens: int, max_query_len: int, num_draws: int) -> torch.Tensor:
         """From what lies in the mailbox to the logits behind each row that samples: [S, V] float32."""
@@ -282,36 +293,10 @@ class GpuRunner:
         else:
             num_draws = len(columns.sample_tokens)
             logits = self.logits(columns.num_rows, columns.num_tokens, columns.max_query_len, num_draws)
-        own = asking.adjust(logits) if asking else None
+        if asking:
+            asking.adjust(logits, self._rows.token_ids)
         if self.graphs is not None and size is not None:
             self.graphs.draw(size)
         elif logits.shape[0]:
             self.draw(logits, filtered=filtered)
-        asking.look(own, self._drawn)
-
-
-def columns_of(batch: ScheduledBatch) -> tuple[Columns, list[Draw]]:
-    """The rows of a batch, then its padding, which is computed and written nowhere; and the rows that sample.
-
-    Padding that samples has a place behind the rows that do, and what is drawn there goes nowhere.
-    """
-    padding = batch.padding
-    columns = [
-        np.array([*own, *more], dtype=np.int32)
-        for own, more in (
-            (batch.seats, [-1 for _ in padding]),
-            (batch.seats, [row.seat for row in padding]),
-            (batch.starts, [row.start for row in padding]),
-            (batch.counts, [row.count for row in padding]),
-        )
-    ]
-    seats, table_seats, starts, counts = columns
-    loc = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=loc[1:])
-    ends = starts + counts
-    sampling = np.flatnonzero(np.array([*batch.samples, *(row.samples for row in padding)], dtype=bool))
-    own = sampling[sampling < len(batch)].tolist()
-    draws = [Draw(line, row, batch.seats[row], int(ends[row])) for line, row in enumerate(own)]
-    positions = np.where(sampling < len(batch), ends[sampling], -1).astype(np.int32)
-    sample_seats = np.maximum(seats[sampling], 0)
-    return Columns(seats, table_seats, starts, ends, loc[1:][sampling] - 1, sample_seats, positions, loc), draws
+        asking.look(logits, self._drawn)

@@ -21,9 +21,10 @@ from engine.memory import num_cache_blocks
 from engine.precision import BLOCKS, what_becomes
 from engine.sequence import SamplingParams
 from kernels.blocks import GROUP
+from kernels.draws import MOST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from engine.config import EngineConfig
     from engine.gpu.gpus import GpuRunnerLike, Gpus
@@ -75,16 +76,17 @@ def prepare_on_gpu(
     with _fitting(index, f"the weights do not fit into {free // MIB} MiB", "a smaller model, or --device cpu"):
         runner.load()
     with _fitting(index, f"a step of {tokens} tokens does not fit beside the weights", "fewer tokens or seats a step"):
-        reserve = bytes_for_steps(runner, index, seats, tokens, gpus)
+        runner.allocate_cache(1)  # which all rows read
+        warm_up(runner, seats, tokens)
+        reserve = bytes_for_steps(runner, index, seats, tokens, gpus, everything(checkpoint.config.vocab_size))
     free = gpus.free_bytes(index) - reserve
     num_blocks = num_cache_blocks(
         config, max_model_len, runner.kv_bytes_per_token, available=free, share=CACHE_SHARE, where=f"on cuda:{index}"
     )
     with _fitting(index, "the KV cache or the graphs do not fit", "the cache less memory ([cache] memory)"):
         runner.allocate_cache(num_blocks)
-        warm_up(runner, seats, tokens)
         room = min(tokens, max_model_len, num_blocks * config.block_size)
-        try_requests(runner, room, config.block_size)
+        try_requests(runner, room, config.block_size, everything(checkpoint.config.vocab_size))
         capture(runner, gpus)
     remarks = [f"dtype {blocks or name}: {reason}"]
     if config.num_speculative_tokens:
@@ -143,13 +145,48 @@ def _what_blocks(checkpoint: Checkpoint, blocks: str) -> str:
     return what_becomes(checkpoint.matrix_kinds, own_blocks=blocks == "native")
 
 
-def bytes_for_steps(runner: GpuRunnerLike, index: int, seats: int, tokens: int, gpus: Gpus) -> int:
+class Anything:
+    """A constraint that allows all there is."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._mask = b"\xff" * -(-vocab_size // 8)
+
+    def begin(self, token_ids: tuple[int, ...]) -> Anything:
+        """It is the same everywhere."""
+        del token_ids
+        return self
+
+    def allowed(self) -> bytes:
+        """All."""
+        return self._mask
+
+    def consume(self, token_id: int) -> None:
+        """No matter."""
+
+    def force(self) -> tuple[int, ...]:
+        """Nothing."""
+        return ()
+
+
+def everything(vocab_size: int) -> SamplingParams:
+    """All that a request can ask for beside a token, so that each of it has run once and had its memory."""
+    return SamplingParams(
+        repetition_penalty=1.1,
+        logit_bias=((0, 1.0),),
+        num_logprobs=MOST,
+        constraint=Anything(vocab_size),
+    )
+
+
+def bytes_for_steps(
+    runner: GpuRunnerLike, index: int, seats: int, tokens: int, gpus: Gpus, params: SamplingParams
+) -> int:
     """What is to be kept free for the largest step, and for the graphs of those that decode: found by computing both.
 
-    Their cache is a block, which all rows read.
+    Args:
+        params: what each row of the largest step asks for.
     """
-    runner.allocate_cache(1)
-    largest = gpus.peak_bytes(index, partial(runner.run_empty, min(seats, tokens), tokens))
+    largest = gpus.peak_bytes(index, partial(runner.run_empty, min(seats, tokens), tokens, params=params))
     # The graphs of all sizes share the memory of the largest one.
     decoding = gpus.peak_bytes(index, partial(runner.run_empty, seats, seats))
     graphs = decoding + 2 * len(sizes_for(seats)) * GRAPH_BYTES
@@ -162,20 +199,20 @@ def warm_up(runner: GpuRunnerLike, seats: int, tokens: int) -> None:
 
     What is compiled is kept on the disk (by Triton, in ~/.triton), so that later starts find it there.
     """
-    begun = time.perf_counter()
-    for power in range(1, tokens.bit_length()):
-        for num_rows in {1, min(seats, 1 << power - 1)}:
-            runner.run_empty(num_rows, 1 << power, filtered=False)
-    log.info("kernels for prompts are ready, after %.1f s", time.perf_counter() - begun)
+    report = _reporting("kernels for %d of %d sizes of steps are ready")
+    sizes = [(rows, 1 << power) for power in range(1, tokens.bit_length()) for rows in {1, min(seats, 1 << power - 1)}]
+    for done, (num_rows, num_tokens) in enumerate(sizes, start=1):
+        runner.run_empty(num_rows, num_tokens, filtered=False)
+        report(done, len(sizes))
 
 
-def try_requests(runner: GpuRunnerLike, room: int, block_size: int) -> None:
+def try_requests(runner: GpuRunnerLike, room: int, block_size: int, params: SamplingParams) -> None:
     """Read prompts and draw two tokens behind each, with everything that takes kernels of its own.
 
     Args:
         room: tokens that a sequence and a step may have.
+        params: what they ask for.
     """
-    params = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 1.0),), num_logprobs=1)
     for length in [length for length in PROMPTS if length < room]:
         row = ScheduledBatch(0, (0,), (length,), (0,), (length,), (True,))
         seated = Seated(0, length, (0,) * length, length, params)
@@ -186,14 +223,23 @@ def try_requests(runner: GpuRunnerLike, room: int, block_size: int) -> None:
 
 
 def capture(runner: GpuRunnerLike, gpus: Gpus) -> None:
-    """Capture decode steps, telling how far that is every quarter of the way."""
+    """Capture decode steps."""
+    gpus.capture(runner, _reporting("%d of %d sizes of decode steps captured"))
+
+
+def _reporting(what: str) -> Callable[[int, int], None]:
+    """Tells how far it is every quarter of the way, and how long that took.
+
+    Args:
+        what: has places for how much is done, and of how much.
+    """
 
     def report(done: int, total: int) -> None:
         if 4 * done // total > 4 * (done - 1) // total:
-            log.info("%d of %d sizes of decode steps captured, after %.1f s", done, total, time.perf_counter() - begun)
+            log.info(what + ", after %.1f s", done, total, time.perf_counter() - begun)
 
     begun = time.perf_counter()
-    gpus.capture(runner, report)
+    return report
 
 
 @contextmanager

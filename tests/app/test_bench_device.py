@@ -107,7 +107,7 @@ class EagerRunner(ModelRunner):
 
     overlaps = True
 
-    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True) -> None:
+    def run_empty(self, num_rows: int, num_tokens: int, *, filtered: bool = True, params: Any = None) -> None:
         """Nothing has to be compiled."""
 
 

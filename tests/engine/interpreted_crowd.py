@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import trio
 
-from engine.gpu.mailbox import Columns, Mailbox
+from engine.gpu.columns import Columns
+from engine.gpu.mailbox import Mailbox
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.models.llama import LlamaModel, ModelInputs
 from engine.sampler import noise_key

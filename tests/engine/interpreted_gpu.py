@@ -13,7 +13,7 @@ import torch
 import trio
 
 from engine.gpu.runner import Sizes
-from engine.gpu.startup import try_requests, warm_up
+from engine.gpu.startup import everything, try_requests, warm_up
 from engine.grammar.spec import schema_spec
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.sequence import SamplingParams
@@ -92,7 +92,7 @@ async def check_answers(runner: LateRunner) -> int:
     plain = make_runner(make_checkpoint(context_length=CONTEXT), num_blocks=NUM_BLOCKS, silent_ids=SILENT)
     expected, before = await answers_of(plain)
     warm_up(runner, SEATS, 2)
-    try_requests(runner, 16, 4)
+    try_requests(runner, 16, 4, everything(runner.config.vocab_size))
     runner.capture()
     found, after = await answers_of(runner)
     for one, other in zip(expected, found, strict=True):

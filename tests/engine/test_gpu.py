@@ -85,8 +85,8 @@ def test_the_cache_takes_what_is_useful_of_what_weights_steps_and_graphs_leave(
     assert model.num_blocks == 64 * 8
     calls = [call for call in gpus.runner.calls if call[0] not in ("warm_up", "execute")]
     assert calls == [
-        ("load",), ("allocate_cache", 1), ("run_empty", 64, 512), ("run_empty", 64, 64), ("allocate_cache", 512),
-        ("reset",),
+        ("load",), ("allocate_cache", 1), ("run_empty with all", 64, 512), ("run_empty", 64, 64),
+        ("allocate_cache", 512), ("reset",),
     ]  # fmt: skip
     warmed = {call[1:] for call in gpus.runner.calls if call[0] == "warm_up"}
     assert warmed >= {(1, 2), (1, 512), (64, 512)}, "a prompt's first step is not to wait for a compiler"
@@ -101,8 +101,10 @@ def test_the_cache_takes_what_is_useful_of_what_weights_steps_and_graphs_leave(
     assert model.remarks[1].startswith("nothing is guessed")
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "computing on cuda:1: Imaginary 1"
-    assert [line.split(",")[0] for line in lines[3:]] == [
-        f"{done} of 8 sizes of decode steps captured" for done in (2, 4, 6, 8)
+    assert [line.split(",")[0] for line in lines[1:]] == [
+        *[f"kernels for {done} of 17 sizes of steps are ready" for done in (5, 9, 13, 17)],
+        "the largest step takes 512 MiB",
+        *[f"{done} of 8 sizes of decode steps captured" for done in (2, 4, 6, 8)],
     ]
 
 

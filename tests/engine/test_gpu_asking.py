@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 from engine.batch import ScheduledBatch, Seated
+from engine.gpu.columns import columns_of
 from engine.gpu.rows import GpuRows
 from engine.sequence import SamplingParams
 from tests.fakes import EOS, VOCAB_SIZE, OneOf
@@ -25,15 +30,17 @@ def sit(rows: GpuRows, sequence_id: int, *options: bytes) -> None:
     """Give the one seat there is to a sequence that must answer one of these."""
     params = SamplingParams(constraint=OneOf(options), stop_token_ids=frozenset({EOS}))
     seated = Seated(0, sequence_id, (5, 6), 2, params)
-    rows.apply(ScheduledBatch(step=sequence_id, seated=(seated,), new_blocks=((0, (sequence_id,)),)))
+    batch = ScheduledBatch(step=sequence_id, seated=(seated,), new_blocks=((0, (sequence_id,)),))
+    rows.apply(batch, columns_of(batch)[0])
 
 
 def launch(rows: GpuRows) -> Asking:
     """A step of that seat, up to where its token is drawn."""
-    from engine.gpu.asking import Asking, Draw
+    from engine.gpu.asking import Asking
 
-    asking = Asking([Draw(0, 0, 0, 2)], rows, torch.from_numpy)
-    rows.extras[0].allow(VOCAB_SIZE, NO_TOKENS)
+    columns, own = columns_of(ScheduledBatch(0, (0,), (0,), (0,), (2,), (True,)))
+    asking = Asking(columns, own, rows.wants, lambda *arrays: list(map(torch.from_numpy, arrays)))
+    rows.wants.extras[0].allow(VOCAB_SIZE, NO_TOKENS)
     return asking
 
 
@@ -45,7 +52,7 @@ def test_a_token_is_taken_by_the_constraint_that_it_was_drawn_under() -> None:
     rows = make_rows()
     sit(rows, 1, b"abc", b"abd")
     asking = launch(rows)
-    assert asking.take({0: ord("a")}) == ({}, {0: (ord("b"),)})
+    assert asking.take([ord("a")]) == ({}, {0: (ord("b"),)})
 
 
 def test_what_is_read_late_is_nothing_to_who_has_the_seat_by_then() -> None:
@@ -54,6 +61,15 @@ def test_what_is_read_late_is_nothing_to_who_has_the_seat_by_then() -> None:
     asking = launch(rows)
     sit(rows, 2, b"xyz")
     behind = launch(rows)
-    assert asking.take({0: ord("a")}) == ({}, {})
+    assert asking.take([ord("a")]) == ({}, {})
     assert not asking.failures
-    assert behind.take({0: ord("x")}) == ({}, {0: (ord("y"), ord("z"), EOS)})
+    assert behind.take([ord("x")]) == ({}, {0: (ord("y"), ord("z"), EOS)})
+
+
+@pytest.mark.slow
+def test_log_probabilities_are_those_that_the_processor_tells_whatever_else_rows_ask_for() -> None:
+    script = Path(__file__).with_name("interpreted_asking.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[2])}
+    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "35 log-probabilities agree\n"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.batch import Padding, ScheduledBatch, Seated
 from engine.errors import ConfigError
+from engine.gpu.columns import columns_of
 from engine.gpu.graphs import graph_size, sizes_for
 from engine.gpu.rows import Changes, GpuRows, Layout
 from engine.sampler import noise_key
@@ -31,7 +32,7 @@ def make_rows() -> GpuRows:
 
 def apply(rows: GpuRows, batch: ScheduledBatch) -> int:
     """As the device does; gives how many numbers were written."""
-    places, values = rows.apply(batch)
+    places, values = rows.apply(batch, columns_of(batch)[0])
     rows.state[torch.from_numpy(places).long()] = torch.from_numpy(values)
     return len(places)
 
@@ -42,11 +43,14 @@ def batch_of(*rows: tuple[int, int, int, int], **changes: Any) -> ScheduledBatch
     return ScheduledBatch(1, seats, ids, starts, counts, **{"samples": (True,) * len(rows), **changes})
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(-5, 5), max_size=8)), max_size=12))
-def test_of_a_place_the_last_word_counts_and_each_is_written_once(writes: list[tuple[int, list[int]]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(-5, 5), max_size=8), st.booleans()), max_size=12))
+def test_of_a_place_the_last_word_counts_and_each_is_written_once(writes: list[tuple[int, list[int], bool]]) -> None:
     changes, expected = Changes(), {}
-    for first, values in writes:
-        changes.add(first, values)
+    for first, values, many in writes:
+        if many:
+            changes.add_many(first, np.array(values, dtype=np.int32))
+        else:
+            changes.add(first, values)
         expected |= {first + index: value for index, value in enumerate(values)}
     places, values_taken = changes.take()
     assert len(set(places.tolist())) == len(places)
@@ -73,7 +77,7 @@ def test_a_seat_holds_what_was_said_of_its_sequence_and_of_no_other() -> None:
     assert columns.top_p[2].item() == pytest.approx(0.9)
     assert columns.min_p[2].item() == pytest.approx(0.1)
     assert columns.keys[2].numpy().view(np.uint64)[0] == noise_key(7, 2)
-    assert rows.filters.tolist() == [False, False, True]
+    assert rows.wants.filters.tolist() == [False, False, True]
 
 
 def test_blocks_come_behind_those_there_are_and_a_newcomer_begins_anew() -> None:
@@ -94,16 +98,16 @@ def test_a_batch_that_does_not_match_the_seats_is_refused(row: tuple[int, int, i
     seated = Seated(1, 11, (1, 2, 3), 3, SamplingParams())
     apply(rows, batch_of((1, 11, 0, 3), seated=(seated,), new_blocks=((1, (4,)),)))
     with pytest.raises(RuntimeError, match=r"rows \[0\] do not match what the seats were told"):
-        rows.apply(batch_of(row))
+        apply(rows, batch_of(row))
     rows.clear()
     with pytest.raises(RuntimeError, match="do not match"):
-        rows.apply(batch_of((1, 11, 3, 1)))
+        apply(rows, batch_of((1, 11, 3, 1)))
 
 
 def test_tokens_that_follow_without_a_draw_end_with_the_context() -> None:
     rows = make_rows()
     rows.append(2, 19, (7, 8, 9))
-    places, values = rows.apply(batch_of())
+    places, values = rows.apply(batch_of(), columns_of(batch_of())[0])
     assert (places.tolist(), values.tolist()) == ([2 * 21 + 19, 2 * 21 + 20], [7, 8])
 
 
@@ -111,8 +115,27 @@ def test_stop_tokens_that_cannot_be_drawn_are_dropped_and_bind_until_min_tokens(
     rows = make_rows()
     params = SamplingParams(min_tokens=4, stop_token_ids=frozenset({3, 49, 50, 10_000}))
     apply(rows, batch_of((0, 1, 0, 2), seated=(Seated(0, 1, (1, 2), 2, params),), new_blocks=((0, (0,)),)))
-    assert rows.stop_ids[0].tolist() == [3, 49]
-    assert rows.stops_from[0] == 6
+    assert rows.wants.stop_ids[0].tolist() == [3, 49]
+    assert rows.wants.stops_from[0] == 6
+
+
+def test_what_a_seat_asks_for_is_there_until_it_changes_hands() -> None:
+    rows = make_rows()
+    params = SamplingParams(
+        min_tokens=3, stop_token_ids=frozenset({7, 9}), logit_bias=((9, 5.0), (4, -1.0), (50, 2.0)),
+        presence_penalty=0.5, num_logprobs=200,
+    )  # fmt: skip
+    apply(rows, batch_of((1, 1, 0, 2), seated=(Seated(1, 1, (1, 2), 2, params),), new_blocks=((1, (0,)),)))
+    wants = rows.wants
+    assert (wants.asks[1], wants.is_biased[1], wants.is_penalized[1]) == (True, True, True)
+    assert wants.penalties[1].tolist() == [1.0, 0.0, 0.5]
+    assert wants.num_logprobs[1] == 50, "no more than there are tokens"
+    bias, early = ([column.tolist() for column in each[1]] for each in (wants.biases, wants.early_biases))
+    assert bias == [[9, 4], [5.0, -1.0]]
+    assert early == [[9, 4, 7], [-np.inf, -1.0, -np.inf]], "whatever its bias, a stop token is not drawn"
+    apply(rows, batch_of((1, 2, 0, 1), seated=(Seated(1, 2, (1,), 1, SamplingParams()),), new_blocks=((1, (0,)),)))
+    assert not any((wants.asks[1], wants.is_biased[1], wants.is_penalized[1], wants.stops_from[1]))
+    assert wants.num_logprobs[1] == -1
 
 
 def test_contexts_that_do_not_fit_into_places_are_refused() -> None:
@@ -120,28 +143,22 @@ def test_contexts_that_do_not_fit_into_places_are_refused() -> None:
         GpuRows(max_num_seqs=1 << 12, max_model_len=1 << 20, block_size=16, vocab_size=50, device=torch.device("meta"))
 
 
-@needs_triton
 def test_a_batch_becomes_columns_with_its_padding_behind_it() -> None:
-    from engine.gpu.runner import columns_of
-
     batch = batch_of(
         (2, 11, 0, 3), (0, 12, 7, 1), (1, 13, 2, 2), samples=(False, True, True), padding=(Padding(0, 5, 2),)
     )
-    columns, draws = columns_of(batch)
+    columns, rows = columns_of(batch)
     assert columns.seats.tolist() == [2, 0, 1, -1], "what is computed for padding is written nowhere"
     assert columns.table_seats.tolist() == [2, 0, 1, 0]
     assert columns.seq_lens.tolist() == [3, 8, 4, 7]
     assert columns.query_start_loc.tolist() == [0, 3, 4, 6, 8]
     assert columns.sample_tokens.tolist() == [3, 5], "the last of each row that samples"
     assert (columns.sample_seats.tolist(), columns.sample_positions.tolist()) == ([0, 1], [8, 4])
-    assert [tuple(draw) for draw in draws] == [(0, 1, 0, 8), (1, 2, 1, 4)]
+    assert rows.tolist() == [1, 2]
     assert (columns.num_rows, columns.num_tokens, columns.max_query_len) == (4, 8, 3)
 
 
-@needs_triton
 def test_a_decode_step_is_filled_up_with_rows_that_stand_for_nothing() -> None:
-    from engine.gpu.runner import columns_of
-
     columns, _ = columns_of(batch_of((2, 11, 5, 1), (0, 12, 7, 1)))
     assert columns.padded(2) is columns
     padded = columns.padded(4)
@@ -164,10 +181,7 @@ def test_a_graph_is_never_much_larger_than_the_step(max_num_seqs: int) -> None:
         assert taken <= 2 * rows
 
 
-@needs_triton
 def test_only_steps_in_which_every_row_decodes_and_samples_take_a_graph() -> None:
-    from engine.gpu.runner import columns_of
-
     def size(batch: ScheduledBatch) -> int | None:
         return graph_size(columns_of(batch)[0], [1, 2, 4])
 
@@ -181,13 +195,10 @@ def test_only_steps_in_which_every_row_decodes_and_samples_take_a_graph() -> Non
     assert size(batch_of(row, padding=(Padding(1, 3, 1, samples=True),))) == 2
 
 
-@needs_triton
 def test_what_padding_draws_goes_nowhere() -> None:
-    from engine.gpu.runner import columns_of
-
     padding = (Padding(2, 3, 1, samples=True), Padding(3, 0, 4))
-    columns, draws = columns_of(batch_of((0, 1, 5, 1), (1, 2, 0, 3), samples=(True, False), padding=padding))
-    assert [(draw.line, draw.row, draw.seat, draw.position) for draw in draws] == [(0, 0, 0, 6)]
+    columns, rows = columns_of(batch_of((0, 1, 5, 1), (1, 2, 0, 3), samples=(True, False), padding=padding))
+    assert rows.tolist() == [0]
     assert columns.sample_tokens.tolist() == [0, 4]
     assert columns.sample_seats.tolist() == [0, 0]
     assert columns.sample_positions.tolist() == [6, -1]
@@ -198,7 +209,6 @@ def test_what_padding_draws_goes_nowhere() -> None:
 def test_more_rows_than_there_is_room_for_are_refused() -> None:
     from engine.gpu.events import Past
     from engine.gpu.mailbox import Mailbox
-    from engine.gpu.runner import columns_of
 
     columns, _ = columns_of(batch_of(*[(seat, seat, 5, 1) for seat in range(5)]))
     nothing = np.zeros(0, np.int32)

@@ -166,7 +166,7 @@ class SchedulerSection(Section):
         le=MAX_WAITING_TOKENS,
     )
     slo_admission: bool = setting(
-        False, "", "refuse at once whose first token would come after its timeout, or the target of its class; live"
+        False, "", "keep what is promised: refuse who would be late, and read prompts no faster than gaps allow; live"
     )
 
 

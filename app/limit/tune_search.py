@@ -72,6 +72,7 @@ class Ascent:
         """The best settings that were found; `present` where none is better."""
         self._seen.add(frozenset(present.values.items()))
         best = self._with_bar(present)
+        self.is_cut = best.bar is None  # where nothing was seen to be too much, nothing can be seen to be better
         for step in STEPS:
             before = None
             while before is not best and not self.is_cut:

@@ -146,6 +146,15 @@ def test_a_late_generator_says_nothing_of_the_settings() -> None:
     assert done.found is None
 
 
+def test_where_no_rate_was_seen_to_be_too_much_it_is_said_that_not_everything_was_tried() -> None:
+    def measure(values: Values, rate: float, seed: int, *, whole: bool = False) -> Run:
+        return make_run(rate, seed, ttft=lambda _: 0.1, lag=0.2 if rate > 10 else 0.0)
+
+    done = tune(measure, [Control(SEATS, (8, 32))], {SEATS: 16}, 8.0, OPTIONS, timeless())
+    assert (done.candidates, done.found) == ([], None)
+    assert not tune_result(done, applied=False)["complete"]
+
+
 def test_runs_of_a_late_generator_do_not_hide_the_rate_to_be_beaten() -> None:
     held, lost = (make_run(rate, ttft=lambda _, wait=wait: wait) for rate, wait in ((10.0, 0.1), (12.0, 2.0)))
     late = make_run(11.0, ttft=lambda _: 2.0, lag=0.2)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from app.cli.progress import Progress
+from app.files import write_whole
 from engine.bench import measure_speed
 from engine.bench_live import measure_engine_part
 from engine.cost_model import CostModel
@@ -70,7 +71,7 @@ def run_bench(
     for line in table_of(result):
         echo(line)
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_whole(json_path, json.dumps(result, indent=2) + "\n")
     return 0
 
 

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from app.cli.progress import Progress
+from app.files import write_whole
 from engine.bench_device import GPU_BATCHES, GPU_CONTEXTS, measure_device, with_gpu_sizes
 from engine.bench_offline import CROWDS
 from engine.errors import ConfigError
@@ -72,7 +73,7 @@ def run_device_bench(
     for line in device_table(result):
         echo(line)
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_whole(json_path, json.dumps(result, indent=2) + "\n")
     return 0
 
 

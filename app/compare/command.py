@@ -13,6 +13,7 @@ from app.compare.page import page_of
 from app.compare.rounds import compare_on, config_for
 from app.compare.summary import Setting, summarize
 from app.compare.words import lines_of
+from app.files import write_whole
 from engine.engine import open_engine
 from engine.scripted_runner import ScriptedRunner
 
@@ -117,7 +118,7 @@ def run_compare(
     for line in ["", *lines_of(result)]:
         echo(line)
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_whole(json_path, json.dumps(result, indent=2) + "\n")
     if html_path is not None:
-        html_path.write_text(page_of(result, compared.runs), encoding="utf-8")
+        write_whole(html_path, page_of(result, compared.runs))
     return 0

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +36,12 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Dotted names of everything a file imports, wherever in the file."""
     found = set()

@@ -162,6 +162,7 @@ class Connection(TCPServer):
             await self._gone.wait()
 
     async def _read_data(self) -> None:
+        """As hypercorn's own, but for the turn and without its `read_timeout`, which on trio ends healthy streams."""
         data: bytes | bytearray = b"?"
         while data:
             try:

@@ -211,10 +211,11 @@ def _advice_on_waiting(snapshot: Mapping[str, Any], met: Mapping[str, Any], most
 
 def _is_paced(snapshot: Mapping[str, Any]) -> bool:
     """Whether most steps lately had fewer tokens than the budget, for the sake of gaps (`slo_admission`)."""
+    config = snapshot["config"]
     steps = snapshot["table"]["steps"][-RECENT_STEPS:]
-    most = int(snapshot["config"]["max_num_batched_tokens"])
-    num_paced = sum([int(step["budget"]) < most for step in steps])
-    return 2 * num_paced > len(steps)
+    present = [int(step["budget"]) for step in steps if step["generation"] == config["generation"]]
+    num_paced = sum([budget < config["max_num_batched_tokens"] for budget in present])
+    return bool(config["slo_admission"]) and 2 * num_paced > len(present)
 
 
 def _advice_on_seats(snapshot: Mapping[str, Any], waits: str, most_seats: int) -> Advice:

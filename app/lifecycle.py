@@ -124,7 +124,7 @@ def _heeding_the_second() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)  # as trio had it
         writer.close()
         thread.join()
         reader.close()

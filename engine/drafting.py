@@ -125,7 +125,7 @@ def add_drafts(plan: Plan, live: Mapping[int, Sequence]) -> None:
             guess = sequence.lookup.guess(sequence.token_ids, max_tokens)
             guesses.append((sequence.lookup.share, row, guess))
     guesses.sort(key=lambda each: -each[0])  # the surest first, of equals the earlier row
-    num_rows = plan.limits.max_num_batched_tokens - plan.tokens_left
+    num_rows = plan.token_budget - plan.tokens_left
     num_gained = float(num_rows)
     for length in range(1, most + 1):
         for share, row, guess in guesses:

@@ -119,12 +119,23 @@ def test_each_reason_to_wait_has_its_own_control(reason: str, config: dict[str, 
     assert "3 wait" in finding.why
 
 
-def test_where_steps_are_kept_short_for_the_gaps_a_larger_budget_is_no_help() -> None:
-    late = house(requests=waits(3, "token_budget"))
-    short = [{"step": number, "budget": 40, "rows": []} for number in range(1, 65)]
-    (finding,) = found(meets(late | {"table": late["table"] | {"steps": short}}, ttft=5.0, queue=4.0))
-    assert finding.setting == "itl_p95_seconds"
-    assert "as short as the gaps between tokens" in finding.why
+@pytest.mark.parametrize(
+    ("config", "step", "setting"),
+    [
+        ({"slo_admission": True}, {}, "itl_p95_seconds"),
+        ({"slo_admission": False}, {}, "max_num_batched_tokens"),
+        ({"slo_admission": True, "generation": 8}, {}, "max_num_batched_tokens"),  # the budget was raised a moment ago
+        ({"slo_admission": True}, {"budget": 128}, "max_num_batched_tokens"),
+    ],
+)
+def test_where_steps_are_kept_short_for_the_gaps_a_larger_budget_is_no_help(
+    config: dict[str, Any], step: dict[str, int], setting: str
+) -> None:
+    late = house(requests=waits(3, "token_budget"), config={"generation": 7, **config})
+    steps = [{"step": number, "budget": 40, "generation": 7, "rows": [], **step} for number in range(1, 65)]
+    (finding,) = found(meets(late | {"table": late["table"] | {"steps": steps}}, ttft=5.0, queue=4.0))
+    assert finding.setting == setting
+    assert ("as short as the gaps between tokens" in finding.why) == (setting == "itl_p95_seconds")
 
 
 def test_long_prompts_are_helped_by_the_budget_while_tokens_have_time() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,9 +139,12 @@ def decoding(
     return found
 
 
-def plan_for(live: dict[int, Sequence], *, budget: int = 64, drafts: int = 7, reading: int = 0) -> Plan:
+def plan_for(
+    live: dict[int, Sequence], *, budget: int = 64, pace: float = math.inf, drafts: int = 7, reading: int = 0
+) -> Plan:
     """Everybody has got one token, and a prompt `reading` tokens."""
     plan = Plan(1, Limits(64, budget, num_speculative_tokens=drafts))
+    plan.keep_within(pace)
     for sequence in live.values():
         plan.add(sequence, 1, ())
     if reading:
@@ -178,6 +183,14 @@ def test_drafts_take_only_what_is_left_of_the_budget() -> None:
         assert plan.freeze().num_tokens == min(budget, 8)
     plan = plan_for(decoding(rows=4), budget=7)
     assert sorted(plan.drafts.values()) == [repeating(1)] * 3  # one each, before anybody gets a second
+
+
+def test_in_a_step_that_is_kept_short_as_much_is_drafted_as_under_so_small_a_budget() -> None:
+    for pace in (4, 8, 16, 32):
+        assert (
+            plan_for(decoding(rows=4, share=0.8), pace=pace).drafts
+            == plan_for(decoding(rows=4, share=0.8), budget=pace).drafts
+        )
 
 
 def test_drafts_fill_the_last_block_and_no_other() -> None:

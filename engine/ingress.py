@@ -20,7 +20,7 @@ from engine.errors import (
 from engine.handle import ChatPrompt, TextPrompt, TokensPrompt
 from engine.loaded import require_chat_template
 from engine.messages import Add, End, Opened
-from engine.sequence import FinishReason, Sequence
+from engine.sequence import MAX_LOGPROBS, FinishReason, Sequence
 from engine.text_guard import strings_in
 
 if TYPE_CHECKING:
@@ -201,7 +201,11 @@ class Ingress:
             raise InvalidRequestError("The prompt is empty: give at least one token.", param=param)
         if len(token_ids) > self._usable_capacity:
             raise ContextLengthError(len(token_ids), self._usable_capacity, param=param)
-        self._check_ids([token_id for token_id, _ in handle.request.params.logit_bias], "logit_bias")
+        params = handle.request.params
+        self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")
+        if params.num_logprobs is not None and not 0 <= params.num_logprobs <= MAX_LOGPROBS:
+            message = f"Log-probabilities of {params.num_logprobs} tokens are asked for; it can be 0 to {MAX_LOGPROBS}."
+            raise InvalidRequestError(message, param="logprobs")
         self._check_tokens(handle, len(token_ids), trio.current_time())
 
     async def _tokenize(self, handle: Handle) -> tuple[int, ...]:

@@ -31,6 +31,9 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+# The most that `num_logprobs` may be: OpenAI's limit, and what a step on a GPU has room for.
+MAX_LOGPROBS = 20
+
 # Classes of work: somebody waits for the one; the other takes what is left.
 CLASSES = ("interactive", "background")
 
@@ -55,7 +58,8 @@ class SamplingParams:
         repetition_penalty: divides the positive and multiplies the negative logits of tokens that stand in the prompt
             or the answer; 1 changes nothing.
         logit_bias: (token id, what is added to its logit).
-        num_logprobs: with each token tell its log-probability and those of the n likeliest; `None` tells none.
+        num_logprobs: with each token tell its log-probability and those of the n likeliest, `MAX_LOGPROBS` at most;
+            `None` tells none.
         constraint: what the answer may consist of; `None` is anything.
     """
 

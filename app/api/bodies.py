@@ -29,7 +29,7 @@ from app.api.kinds import (
     false_is_none,
 )
 from app.api.schemas import Body, Object, fault
-from engine.sequence import SamplingParams
+from engine.sequence import MAX_LOGPROBS, SamplingParams
 
 # Longer than any context, and still a number that every column of the batch can hold.
 MAX_TOKENS_CEILING: Final = 2**31 - 1
@@ -172,7 +172,7 @@ class ChatBody(GenerationBody):
 
     messages: Messages = Field(None, description="contents are text, whole or in parts")
     logprobs: bool = Field(False, description="the log-probability of each token of the answer")
-    top_logprobs: int = Field(0, ge=0, le=20, description="and of so many likeliest tokens beside it")
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="and of so many likeliest tokens beside it")
     tools: Tools = Field(None, description="told to the model by its template, or in plain words")
     tool_choice: ToolChoice = Field(None, description="required and a named function bind the answer by a grammar")
     parallel_tool_calls: bool | None = Field(

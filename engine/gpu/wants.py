@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from engine.drawing import Extras
+from kernels.draws import MOST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,7 +95,7 @@ class Wants:
         self.stop_ids[seat] = np.array(stop_ids, np.int32)
         self.stops_from[seat] = num_prompt_tokens + params.min_tokens if stop_ids else 0
         self.filters[seat] = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self.num_logprobs[seat] = -1 if params.num_logprobs is None else min(params.num_logprobs, vocab_size)
+        self.num_logprobs[seat] = -1 if params.num_logprobs is None else min(params.num_logprobs, MOST, vocab_size)
         self.num_prompt_tokens[seat] = num_prompt_tokens
         self.is_penalized[seat] = penalties != (1.0, 0.0, 0.0)
         self.penalties[seat] = penalties

@@ -102,14 +102,14 @@ def top_logprobs(logits: torch.Tensor, rows: torch.Tensor, num_top: int, told: T
     Args:
         logits: [R, V] of any float dtype; of a row the elements lie side by side.
         rows: [T] int32.
-        num_top: how many; no more than `MOST`. Of the others in `told` nothing is written.
+        num_top: how many; of more than `MOST` the first ones. Of the others in `told` nothing is written.
         told: of T rows; `drawn` is left.
     """
     num_lines, vocab_size = rows.shape[0], logits.shape[1]
     if not num_lines:
         return
     num_segments = triton.cdiv(vocab_size, SEGMENT)
-    num_top = min(num_top, vocab_size)
+    num_top = min(num_top, MOST, vocab_size)
     parts = (num_lines, num_segments, MOST)
     values = torch.empty(parts, dtype=torch.float32, device=logits.device)
     token_ids = torch.empty(parts, dtype=torch.int32, device=logits.device)

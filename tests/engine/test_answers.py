@@ -11,7 +11,7 @@ import trio
 
 from engine.errors import InvalidRequestError
 from engine.handle import GenerationRequest, TextPrompt
-from engine.sequence import FinishReason, SamplingParams
+from engine.sequence import MAX_LOGPROBS, FinishReason, SamplingParams
 from tests.engine.simulate import Simulation
 from tests.fakes import (
     CONTROL,
@@ -264,6 +264,14 @@ async def test_a_bias_for_a_token_that_is_not_there_is_refused_by_name(autojump_
             with pytest.raises(InvalidRequestError, match=f"Token id {token_id}") as refused:
                 await engine.submit(ask(logit_bias=((5, 1.0), (token_id, 1.0)))).accepted()
             assert refused.value.param == "logit_bias"
+
+
+async def test_more_log_probabilities_than_are_told_are_refused_by_name(autojump_clock: MockClock) -> None:
+    async with open_fake_engine() as engine:
+        for number in (-1, MAX_LOGPROBS + 1):
+            with pytest.raises(InvalidRequestError, match=f"of {number} tokens are asked for; .* 0 to 20") as refused:
+                await engine.submit(ask(num_logprobs=number)).accepted()
+            assert refused.value.param == "logprobs"
 
 
 def test_forced_tokens_stand_in_the_order_in_which_they_follow() -> None:

@@ -17,7 +17,8 @@ from engine.gpu.columns import columns_of
 from engine.gpu.graphs import graph_size, sizes_for
 from engine.gpu.rows import Changes, GpuRows, Layout
 from engine.sampler import noise_key
-from engine.sequence import SamplingParams
+from engine.sequence import MAX_LOGPROBS, SamplingParams
+from kernels.draws import MOST
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheel here")
 
@@ -129,7 +130,8 @@ def test_what_a_seat_asks_for_is_there_until_it_changes_hands() -> None:
     wants = rows.wants
     assert (wants.asks[1], wants.is_biased[1], wants.is_penalized[1]) == (True, True, True)
     assert wants.penalties[1].tolist() == [1.0, 0.0, 0.5]
-    assert wants.num_logprobs[1] == 50, "no more than there are tokens"
+    assert wants.num_logprobs[1] == MOST, "no more than there is room for"
+    assert MAX_LOGPROBS <= MOST, "what may be asked for is told"
     bias, early = ([column.tolist() for column in each[1]] for each in (wants.biases, wants.early_biases))
     assert bias == [[9, 4], [5.0, -1.0]]
     assert early == [[9, 4, 7], [-np.inf, -1.0, -np.inf]], "whatever its bias, a stop token is not drawn"

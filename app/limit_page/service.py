@@ -20,7 +20,7 @@ import trio
 from app.api.errors import ApiError
 from app.limit_page.archive import Archive
 from app.limit_page.child import COMMAND, ChildError, run_child
-from app.limit_page.search import Search
+from app.limit_page.search import ENDS, Search
 from app.render import numbers
 from app.render.limit import end_words
 from app.render.plain import plain
@@ -50,8 +50,9 @@ AGAIN: Final = (
 
 
 class _Order(NamedTuple):
-    """What was asked for, the address of this server, and the file that is replayed."""
+    """The search, what was asked for, the address of this server, and the file that is replayed."""
 
+    search: Search
     wish: Wish
     url: str
     trace: Path | None
@@ -141,7 +142,7 @@ class LimitSearches:
         search_id = f"{datetime.fromtimestamp(at, UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
         self.search = Search(search_id, wish.model_dump(), who, self._engine.model.name, at, planned=wish.seconds)
         self._stop, self._end = trio.Event(), ("", "")
-        self._send.send_nowait(_Order(wish, url, trace))
+        self._send.send_nowait(_Order(self.search, wish, url, trace))
         self._journal.note("limit", f"A search for the limit begins, by {who}: {_asked(wish)}")
         self._deed = self._journal.begin_deed(f"Search for the limit: {_asked(wish)}", who)
         log.info("%s began the search for the limit %s", who, search_id)
@@ -173,17 +174,15 @@ class LimitSearches:
             self.tell()
         while True:
             order = await self._orders.receive()
-            assert self.search is not None
             try:
-                ended = await self._look(self.search, order)
+                ended = await self._look(order.search, order)
             except BaseException as error:
                 ended = ("failed", "It broke down; the log of the server says more.")
                 if not isinstance(error, Exception):  # the server ends
                     ended = self._end if self._end[0] else ("shutdown", "The server has ended.")
-                with trio.CancelScope(shield=True):
-                    await self._finish(self.search, *ended)
+                await self._finish(order.search, *ended)
                 raise
-            await self._finish(self.search, *ended)
+            await self._finish(order.search, *ended)
 
     async def read(self, search_id: str) -> dict[str, Any]:
         """The object of one, which may be the one that runs; raises as `Archive.read`."""
@@ -199,30 +198,37 @@ class LimitSearches:
         """
         if self.running is not None and self.running.search_id == search_id:
             raise ApiError(409, "That search runs; stop it first.", code="is_searching")
-        is_last = self.search is not None and self.search.search_id == search_id
+        last = self.search if self.search is not None and self.search.search_id == search_id else None
         try:
             await self.archive.delete(search_id)
         except ApiError as error:
-            if not is_last or error.status != HTTPStatus.NOT_FOUND:
+            if last is None or error.status != HTTPStatus.NOT_FOUND:
                 raise  # the last one is there to be seen even where there was nothing to be kept
-        if is_last:
+        if self.search is last:  # another may have begun meanwhile
             self.search = None
         self._journal.begin_deed(f"Search for the limit {search_id} forgotten", who, outcome="done")
         log.info("%s had the search for the limit %s forgotten", who, search_id)
         self.tell()
 
     async def _finish(self, search: Search, end: str, why: str) -> None:
-        """Keep what there is to be seen in it, and only then tell of its end: whoever hears of that finds it."""
+        """Keep what there is to be seen in it, and only then tell of its end: whoever hears of that finds it.
+
+        Nothing but the disk's own time can be in the way of that; and whatever goes wrong, another can begin after it.
+        """
         ended = search.as_ended(end, why, self._journal.wall())
-        told = ended.as_json()
-        if ended.has_measured:
-            await self.archive.keep(told)
-        words = plain(end_words(told))
-        self._journal.note("limit", f"The search for the limit ended: {words}")
-        self._journal.audit.mark_outcome(self._deed, words)
-        log.info("the search for the limit %s ended: %s", search.search_id, end)
-        self.search = ended
-        self.tell()
+        words = ENDS[end]
+        try:
+            told = ended.as_json()
+            words = plain(end_words(told))
+            if ended.has_measured:
+                with trio.CancelScope(shield=True):
+                    await self.archive.keep(told)
+        finally:
+            self._journal.note("limit", f"The search for the limit ended: {words}")
+            self._journal.audit.mark_outcome(self._deed, words)
+            log.info("the search for the limit %s ended: %s", search.search_id, end)
+            self.search = ended
+            self.tell()
 
     async def _look(self, search: Search, order: _Order) -> tuple[str, str]:
         """Have it done; gives how it ended and why."""

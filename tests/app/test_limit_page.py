@@ -17,6 +17,7 @@ import httpx
 import pytest
 import trio
 
+from app import services
 from app.journal.journal import open_journal
 from app.limit_page import child, service
 from app.limit_page.kept import KeptSearches
@@ -223,9 +224,7 @@ async def test_what_was_measured_before_the_first_rate_is_kept_too_and_before_it
         search_id = await start(server)
         await until(server, "it['trying']['ended'] == 1")
         await server.client.post("/ops/limit/stop")
-        with trio.fail_after(PATIENCE_SECONDS):
-            while not kept.begun:
-                await trio.sleep(0.001)
+        await kept.wait_until_begun()
         assert (await search(server))["end"] is None, "it is not on disk yet"
         refused = await server.client.post("/ops/limit", json=wish())
         assert refused.json()["error"]["code"] == "is_searching"
@@ -237,16 +236,112 @@ async def test_what_was_measured_before_the_first_rate_is_kept_too_and_before_it
 
 
 class SlowlyKept(KeptSearches):
-    """A disk that takes a search only when it is told to."""
+    """A disk that takes a search, or lets go of it, only when it is told to."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.begun, self.goes_on = False, threading.Event()
 
     def keep(self, told: dict[str, Any]) -> None:
+        self._wait()
+        super().keep(told)
+
+    def delete(self, search_id: str) -> None:
+        self._wait()
+        super().delete(search_id)
+
+    def _wait(self) -> None:
         self.begun = True
         assert self.goes_on.wait(PATIENCE_SECONDS)
-        super().keep(told)
+
+    async def wait_until_begun(self) -> None:
+        with trio.fail_after(PATIENCE_SECONDS):
+            while not self.begun:
+                await trio.sleep(0.001)
+
+
+async def test_one_that_begins_while_the_last_is_being_forgotten_goes_on(tmp_path: Path) -> None:
+    kept = SlowlyKept(tmp_path / "limits")
+    kept.goes_on.set()
+    script = [*whole_script(), {"wait": str(tmp_path / "go")}]
+    async with serve(tmp_path, script, kept=kept) as server, trio.open_nursery() as nursery:
+        (tmp_path / "go").touch()
+        first = await start(server)
+        await until(server, "it['end']")
+        (tmp_path / "go").unlink()
+        kept.goes_on.clear()
+        kept.begun = False
+        nursery.start_soon(server.client.delete, f"/ops/limit/{first}")
+        await kept.wait_until_begun()
+        second = await start(server)
+        kept.goes_on.set()
+        with trio.fail_after(PATIENCE_SECONDS):
+            while (await server.client.get("/ops/limit.json")).json()["kept"]:
+                await trio.sleep(0.001)
+        assert (await search(server))["id"] == second
+        (tmp_path / "go").touch()
+        assert (await until(server, "it['end']"))["id"] == second
+
+
+async def test_a_result_that_is_there_when_the_server_ends_is_kept(tmp_path: Path) -> None:
+    kept = SlowlyKept(tmp_path / "limits")
+    async with open_server() as server, trio.open_nursery() as nursery:
+        searches = make_searches(server, tmp_path, whole_script(), kept)
+        nursery.start_soon(searches.run)
+        began = searches.start(searches_wish(), server.url, "me")
+        await kept.wait_until_begun()
+        nursery.cancel_scope.cancel()
+        kept.goes_on.set()
+    assert searches.search is not None
+    assert searches.search.end == "found"
+    assert kept.read(began.search_id)["result"]["limit"]["requests_per_second"] == 5.8
+
+
+def make_searches(server: Server, folder: Path, lines: Sequence[dict[str, Any]], kept: KeptSearches) -> LimitSearches:
+    """Searches beside those of the server, which the test runs."""
+    context, command = server.context, write_script(folder / "script.jsonl", lines)
+    return LimitSearches(server.engine, context.keys.keyring, context.journal, kept, command)
+
+
+class BrokenKept(KeptSearches):
+    """A disk of which nobody has foreseen how it fails."""
+
+    def keep(self, told: dict[str, Any]) -> None:
+        raise RuntimeError(f"{told['id']} is too much")
+
+
+NO_FIGURES = {"say": {"event": "result", "result": {**LOST, "limit": {"requests_per_second": 5.8}}}}
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "outcome"),
+    [
+        (whole_script(), BrokenKept, "5.80 requests/s (5.80 to 6.09), bound by sequences"),
+        ([NO_FIGURES], KeptSearches, "found"),
+    ],
+)
+async def test_after_one_whose_end_went_wrong_another_can_begin(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: list[dict[str, Any]],
+    kind: type[KeptSearches],
+    outcome: str,
+) -> None:
+    monkeypatch.setattr(services, "RESTART_SECONDS", 0.0)
+    beside = services.Services()
+    async with open_server() as server, trio.open_nursery() as nursery:
+        searches = make_searches(server, tmp_path, script, kind(tmp_path / "limits"))
+        nursery.start_soon(beside.run, "search", searches.run)
+        for number in (1, 2):
+            searches.start(searches_wish(), server.url, "me")
+            with trio.fail_after(PATIENCE_SECONDS):
+                while searches.running is not None:
+                    await searches.changed.wait()
+            assert searches.search is not None
+            assert searches.search.end == "found"
+            assert [entry.outcome for entry in server.context.journal.audit.entries] == [outcome] * number
+        nursery.cancel_scope.cancel()
+    assert beside.num_faults["search"] == 2
 
 
 async def test_a_search_of_which_nothing_is_kept_can_be_forgotten_and_that_is_in_the_history(tmp_path: Path) -> None:
@@ -435,11 +530,11 @@ def test_a_server_that_is_asked_to_end_ends_the_search_first(tmp_path: Path) -> 
     command = write_script(tmp_path / "script.jsonl", lines)
     state = {"server": {"state_dir": str(tmp_path)}}
     with server_process(limit_command=command, settings=state) as (url, process):
-        assert httpx.post(f"{url}/ops/limit", json=wish(), timeout=30).status_code == 202
-        while not httpx.get(f"{url}/ops/limit.json", timeout=30).json()["search"]["curve"]:
+        assert httpx.post(f"{url}/ops/limit", json=wish(), timeout=PATIENCE_SECONDS).status_code == 202
+        while not httpx.get(f"{url}/ops/limit.json", timeout=PATIENCE_SECONDS).json()["search"]["curve"]:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
     gone(tmp_path)
     (kept,) = (tmp_path / "limits").glob("*.json")
     told = json.loads(kept.read_text())

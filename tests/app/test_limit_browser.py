@@ -11,6 +11,7 @@ import pytest
 from tests.app.limit_lines import whole_script, wish, write_script
 from tests.app.test_accessibility import SCHEMES, faults
 from tests.fixtures_browser import IN_A_BROWSER, server, until
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +38,9 @@ def base(folder: Path) -> Iterator[str]:
 
 def wait_for_the_end(base: str) -> str:
     """Of the last search; gives its name."""
-    for _ in range(600):
-        told = httpx.get(f"{base}/ops/limit.json", timeout=30).json()["search"]
+    until_then = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until_then:
+        told = httpx.get(f"{base}/ops/limit.json", timeout=PATIENCE_SECONDS).json()["search"]
         if told["end"]:
             return str(told["id"])
         time.sleep(0.05)

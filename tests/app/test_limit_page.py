@@ -773,10 +773,10 @@ async def test_a_server_that_drains_is_not_measured(tmp_path: Path) -> None:
 
 async def test_the_stream_brings_what_has_changed_and_says_good_bye(tmp_path: Path) -> None:
     script = [{"wait": str(tmp_path / "go")}, *whole_script()]
-    async with serve(tmp_path, script) as server, httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+    async with serve(tmp_path, script) as server:
         seen: list[str] = []
         with trio.fail_after(PATIENCE_SECONDS):
-            async with client.stream("GET", "/ops/limit/events?busy=0") as stream:
+            async with server.client.stream("GET", "/ops/limit/events?busy=0") as stream:
                 async for line in stream.aiter_lines():
                     if line.startswith("event: "):
                         seen.append(line.removeprefix("event: "))

@@ -60,7 +60,7 @@ class Asking:
 
     def __init__(self, columns: Columns, rows: NDArray[np.intp], wants: Wants, bring: Bring) -> None:
         seats, positions = columns.sample_seats[: len(rows)], columns.sample_positions[: len(rows)]
-        is_early = positions < wants.stops_from[seats]
+        is_early = (positions >= 0) & (positions < wants.stops_from[seats])
         lines = np.flatnonzero(wants.asks[seats] | is_early)
         self._lines = lines.astype(np.int32)
         self.failures: dict[int, str] = {}
@@ -115,6 +115,8 @@ class Asking:
             buffer, lines, kept, places = self._telling
             drawn_logprobs(logits, kept, places, lines, drawn, Told.of(buffer))
             self._told = buffer.to("cpu", non_blocking=True)
+            # The next step is launched before this one is read, and needs as much of the device's memory.
+            self._telling = None
 
     def take(self, token_ids: Sequence[int]) -> tuple[dict[int, TokenLogprobs], dict[int, tuple[int, ...]]]:
         """Tokens were drawn, one for each row of the batch, or -1. Gives what is told of them, and what follows them.

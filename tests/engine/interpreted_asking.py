@@ -4,16 +4,25 @@ be started with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from engine.gpu.runner import GpuRunner, Sizes
 from engine.sequence import SamplingParams
+from kernels.gpu.logprobs import drawn_logprobs
 from tests.fake_checkpoint import Table, make_checkpoint, make_runner
+from tests.quick_interpreter import stay_dressed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.batch import ScheduledBatch
+    from engine.gpu.runner import GpuStep
     from engine.model_runner import ModelRunner
     from tests.fake_checkpoint import Guest
 
@@ -58,10 +67,33 @@ def serve(runner: GpuRunner | ModelRunner) -> list[Guest]:
     return guests
 
 
+@contextmanager
+def no_copy_outlives_its_launch() -> Iterator[None]:
+    """Of logits that are changed a copy is looked at once more: before a step is read the memory is another's."""
+    copies: list[weakref.ref[torch.Tensor]] = []
+    launch = GpuRunner.launch
+
+    def look(logits: torch.Tensor, kept: torch.Tensor, *rest: Any) -> None:
+        if kept is not logits:
+            copies.append(weakref.ref(kept))
+        drawn_logprobs(logits, kept, *rest)
+
+    def launch_and_see(runner: GpuRunner, batch: ScheduledBatch) -> GpuStep:
+        step = launch(runner, batch)
+        assert not any(copy() is not None for copy in copies), "a step under way holds a copy of its logits"
+        return step
+
+    with patch("engine.gpu.asking.drawn_logprobs", look), patch.object(GpuRunner, "launch", launch_and_see):
+        yield
+    assert copies, "no logits were changed"
+
+
 def check_logprobs() -> int:
     """Compare them all; gives the number of tokens that were told of."""
     plain, num_told = make_runner(make_checkpoint(context_length=CONTEXT), num_blocks=NUM_BLOCKS), 0
-    for asks, one, other in zip(ASKS, serve(plain), serve(make_gpu_runner()), strict=True):
+    with no_copy_outlives_its_launch():
+        others = serve(make_gpu_runner())
+    for asks, one, other in zip(ASKS, serve(plain), others, strict=True):
         assert one.token_ids == other.token_ids, asks
         assert len(one.logprobs) == len(other.logprobs) == ("num_logprobs" in asks) * len(one.output), asks
         for expected, found in zip(one.logprobs, other.logprobs, strict=True):
@@ -73,4 +105,5 @@ def check_logprobs() -> int:
 
 
 if __name__ == "__main__":
+    stay_dressed()
     print(f"{check_logprobs()} log-probabilities agree")

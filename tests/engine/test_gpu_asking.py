@@ -66,6 +66,18 @@ def test_what_is_read_late_is_nothing_to_who_has_the_seat_by_then() -> None:
     assert behind.take([ord("x")]) == ({}, {0: (ord("y"), ord("z"), EOS)})
 
 
+def test_rows_that_stand_for_nothing_ask_for_nothing() -> None:
+    from engine.gpu.asking import Asking
+
+    columns, own = columns_of(ScheduledBatch(0, (0,), (0,), (0,), (2,), (True,)))
+    padding = columns._replace(sample_positions=np.full(1, -1, dtype=np.int32))
+    wants = make_rows().wants
+    assert not Asking(padding, own, wants, list)
+    wants.set(0, SamplingParams(min_tokens=1, stop_token_ids=frozenset({EOS})), (5, 6), 2)
+    assert not Asking(padding, own, wants, list)
+    assert Asking(columns, own, wants, list), "the first token may not be the last"
+
+
 @pytest.mark.slow
 def test_log_probabilities_are_those_that_the_processor_tells_whatever_else_rows_ask_for() -> None:
     script = Path(__file__).with_name("interpreted_asking.py")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int32]
 
-# Changes that travel with the columns; long prompts take a copy of their own.
+# Changes that travel with the columns; of long prompts so many at a time go before them, in copies of their own.
 MAX_CHANGES: Final = 8192
 
 
@@ -63,13 +63,13 @@ class Mailbox:
         host = self._hosts[0].numpy()
         for index, column in enumerate(columns):
             host[index * self._max_rows :][: len(column)] = column
+        while len(places) > MAX_CHANGES:
+            apply_changes(state, *self.bring(places[:MAX_CHANGES], values[:MAX_CHANGES]))
+            places, values = places[MAX_CHANGES:], values[MAX_CHANGES:]
         count = len(places)
-        if count > MAX_CHANGES:
-            apply_changes(state, *self.bring(places, values))
-            count = 0
         first, second = self._end, self._end + _whole(count)
-        host[first : first + count] = places[:count]
-        host[second : second + count] = values[:count]
+        host[first : first + count] = places
+        host[second : second + count] = values
         self._box[: second + count].copy_(self._hosts[0][: second + count], non_blocking=True)
         self._arrivals[0].record()
         apply_changes(state, self._box[first : first + count], self._box[second : second + count])

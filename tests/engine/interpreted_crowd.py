@@ -12,7 +12,7 @@ import torch
 import trio
 
 from engine.gpu.columns import Columns
-from engine.gpu.mailbox import Mailbox
+from engine.gpu.mailbox import MAX_CHANGES, Mailbox
 from engine.handle import GenerationRequest, TokensPrompt
 from engine.models.llama import LlamaModel, ModelInputs
 from engine.sampler import noise_key
@@ -26,6 +26,8 @@ from tests.fakes import read_deltas
 from tests.late_device import LateDevice
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from engine.engine import Engine
     from tests.late_device import LateRunner
 
@@ -136,20 +138,37 @@ async def check_noise(runner: LateRunner, num_blocks: int, silent_ids: tuple[int
     return len(asked)
 
 
+class SmallBox(Mailbox):
+    """Notes how many numbers it takes to the device in copies of their own."""
+
+    brought: list[int]
+
+    def bring(self, *arrays: NDArray[np.generic]) -> list[torch.Tensor]:
+        self.brought = [*getattr(self, "brought", ()), sum(array.size for array in arrays)]
+        return super().bring(*arrays)
+
+
 def check_mailbox() -> int:
-    """Sends that nobody waits for, to a device that has fetched none of them yet; gives their number."""
-    late, num_rows, count = LateDevice(is_slow=True), 3, 7
-    box = Mailbox(num_rows, torch.device("cpu"), late.make_event)
-    state = torch.zeros(count, dtype=torch.int32)
+    """Sends that nobody waits for, to a device that has fetched none of them yet; gives their number.
+
+    The third has more changes than travel with the columns, in many parts.
+    """
+    late, num_rows, count, many = LateDevice(is_slow=True), 3, 7, 2 * MAX_CHANGES + 5
+    box = SmallBox(num_rows, torch.device("cpu"), late.make_event)
+    state = torch.zeros(count + many, dtype=torch.int32)
     arrived = []
     for number in range(count):
         filled = [np.full(num_rows, number + column, np.int32) for column in range(len(Columns._fields))]
         with late.noting(), torch.inference_mode():
-            box.send(Columns(*filled), np.array([number], np.int32), np.array([-number], np.int32), state)
+            places = np.array([number], np.int32)
+            if number == 2:
+                places = np.append(places, np.arange(count, count + many, dtype=np.int32))
+            box.send(Columns(*filled), places, -places, state)
             arrived.append([box.column(name, num_rows).clone() for name in Columns._fields])
     late.wait()
     for number, columns in enumerate(arrived):
         for index, column in enumerate(columns):
             assert column.tolist() == [number + index] * num_rows, f"send {number} came as {column.tolist()}"
-    assert state.tolist() == [-number for number in range(count)]
+    assert state.tolist() == [-number for number in range(count + many)]
+    assert box.brought == [2 * MAX_CHANGES] * 2
     return count

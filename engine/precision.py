@@ -32,6 +32,7 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 BLOCKS = ("native", "int8")
 NAMES = ("auto", *FLOATS, *BLOCKS)
 CACHE_NAMES = ("auto", "int8")  # on a processor
+GPU_CACHE_NAMES = ("auto", "fp8")
 
 Model = LlamaModel | NativeLlama
 

@@ -108,15 +108,21 @@ def test_the_cache_takes_what_is_useful_of_what_weights_steps_and_graphs_leave(
     ]
 
 
+def test_a_step_of_any_size_for_one_alone_is_compiled_before_the_first_request(config: EngineConfig) -> None:
+    gpus = FakeGpus()
+    load_model(replace(config, capacity_num_batched_tokens=500), gpus)
+    assert ("warm_up", 1, 500) in gpus.runner.calls
+
+
 def test_nine_tenths_where_not_all_that_is_useful_fits(config: EngineConfig) -> None:
-    # 11 sizes, two graphs of 2 MiB each; a step of 512 tokens, and one of 64.
-    beside = 1024 + 512 + 64 + 44
+    # 11 sizes, two graphs of 2 MiB each, and what cuBLAS takes; a step of 512 tokens, and one of 64.
+    beside = 1024 + 512 + 64 + 44 + 32
     model = load_model(config, FakeGpus((beside + 5) * MIB))
     assert model.num_blocks == int(5 * MIB * 0.9) // (16 * KV_BYTES)
 
 
 def test_memory_in_bytes_is_kept_to_and_checked(config: EngineConfig) -> None:
-    beside = 1024 + 512 + 64 + 44
+    beside = 1024 + 512 + 64 + 44 + 32
     given = replace(config, cache_memory_bytes=8 * MIB)
     assert load_model(given, FakeGpus((beside + 8) * MIB)).num_blocks == 512
     with pytest.raises(ConfigError, match=f"cache.memory is {8 * MIB} bytes, but only {7 * MIB} are free on cuda:1"):
@@ -180,6 +186,8 @@ def test_a_cache_of_eight_bit_floats_is_for_gpus_that_make_them(tmp_path: Path, 
     gpus.makes_float8 = False
     with pytest.raises(ConfigError, match="'fp8', which cuda:1 does not make; NVIDIA's do from sm_89 on: choose auto"):
         load_model(fp8, gpus)
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp4'; on a GPU it can be auto or fp8"):
+        load_model(replace(config, kv_cache_dtype="fp4"), gpus)
     with pytest.raises(ConfigError, match="'fp8', which is for GPUs; on a processor it can be auto or int8"):
         load_model(replace(fp8, device="auto"), FakeGpus(why="torch finds no GPU"))
 

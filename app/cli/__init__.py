@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError, RelevoError
@@ -29,6 +30,10 @@ def main(argv: list[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return _said(_run(arguments))
+
+
+def _run(arguments: list[str]) -> int:
     try:
         # What takes long to import is imported here, where an interrupt is no traceback.
         from app.config import let_threads_sleep
@@ -69,15 +74,29 @@ def _report(error: BaseException, *, debug: bool) -> int:
     if isinstance(cause, KeyboardInterrupt):
         return code_of(cause)
     if isinstance(cause, BrokenPipeError):
-        # The reader of our output has left (`relevo ... | head`); nobody is there to be told, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     if not isinstance(cause, Exception):
         raise error
-    if debug:
-        traceback.print_exception(error)
-    print(f"relevo: {plain(_in_one_line(cause))}", file=sys.stderr)
+    with suppress(OSError):  # the terminal is closed
+        if debug:
+            traceback.print_exception(error)
+        print(f"relevo: {plain(_in_one_line(cause))}", file=sys.stderr)
     return EXIT_USAGE if isinstance(cause, ConfigError) else EXIT_FAILED
+
+
+def _said(code: int) -> int:
+    """The exit code, when all that is left to be said is said, or its reader has left (`relevo ... | head`).
+
+    What a terminal that is closed does not take would be an error at exit, with a code of its own.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # where they were closed from the start
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                code = code or EXIT_FAILED
+    return code
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from app.config import Settings
     from app.limit.command import Reporter
+    from app.limit.endpoint import Endpoint
     from app.limit.options import Options
     from app.limit.summary import Outcome
     from app.limit.watch import Lines
@@ -245,12 +246,35 @@ def _find_over_http(
 ) -> Outcome:
     """Against the server that was named, or one that is started for it."""
     from app.limit.command import Looking
-    from app.limit.endpoint import find_endpoint
+    from app.limit.interrupted import Interrupted, number_of
     from app.limit.options import make_source
-    from app.limit.own_server import open_own_server
     from app.limit.watch import Watch
 
-    source = make_source(asked)
+    source, wish = make_source(asked), wish_of(options)
+    found: Outcome | None = None
+    try:
+        with _open_endpoint(options, settings, asked, report) as endpoint:
+            if wish is not None:
+                from app.limit.tune_http import find_tuned
+
+                found = find_tuned(endpoint, source, asked, wish, report, lines or Watch())
+            else:
+                found = Looking(endpoint, source, asked, report, lines).find()
+        return found
+    except KeyboardInterrupt as key:
+        if found is None:
+            raise
+        # All was measured when the server that was started here was ended.
+        raise Interrupted(number_of(key), found) from None
+
+
+@contextmanager
+def _open_endpoint(
+    options: argparse.Namespace, settings: Settings, asked: Options, report: Reporter
+) -> Iterator[Endpoint]:
+    from app.limit.endpoint import find_endpoint
+    from app.limit.own_server import open_own_server
+
     model = getattr(options, "model.name")
     key, token = _secret("--api-key", options.api_key), _secret("--admin-token", options.admin_token)
     with ExitStack() as stack:
@@ -268,13 +292,7 @@ def _find_over_http(
             token = secret.get_secret_value() if secret is not None else None
         elif given := [flag for flag in _flags(options) if flag.startswith("--") and flag != "--model"]:
             raise ConfigError(f"{given[0]} is for a server that is started here; leave it out with --url.")
-        endpoint = find_endpoint(url, options.api, model=model, key=key, admin_token=token, context=asked.context)
-        wish = wish_of(options)
-        if wish is not None:
-            from app.limit.tune_http import find_tuned
-
-            return find_tuned(endpoint, source, asked, wish, report, lines or Watch())
-        return Looking(endpoint, source, asked, report, lines).find()
+        yield find_endpoint(url, options.api, model=model, key=key, admin_token=token, context=asked.context)
 
 
 def _flags(options: argparse.Namespace) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from app.render.plain import plain
@@ -35,8 +36,7 @@ class Progress:
         share = min(done / total, 1.0) if total else 0.0
         bar = ("█" * round(share * _WIDTH)).ljust(_WIDTH, "░")
         count = f"{_size(done)} of {_size(total)}" if self._unit == "bytes" else f"{done} of {total} {self._unit}"
-        sys.stderr.write(f"\r\x1b[K{self._label} {bar} {share:4.0%}  {count}" + (f"  {note}" if note else ""))
-        sys.stderr.flush()
+        self._write(f"\r\x1b[K{self._label} {bar} {share:4.0%}  {count}" + (f"  {note}" if note else ""))
         self._shown = True
 
     def __enter__(self) -> Self:
@@ -46,7 +46,12 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if self._shown:
-            sys.stderr.write("\n")
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # the terminal is closed: what is measured goes on, and so does an error on its way
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 def _size(count: int) -> str:

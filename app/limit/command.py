@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +16,7 @@ from app.compare.options import check_writable
 from app.limit.against import read_result
 from app.limit.asking import one_line
 from app.limit.endpoint import EndpointError
-from app.limit.interrupted import Interrupted, code_of, ended_like_a_key, number_of, words_of
+from app.limit.interrupted import Interrupted, code_of, ended_like_a_key, number_of, uninterrupted, words_of
 from app.limit.load import check_lengths
 from app.limit.over_http import HttpMeasure
 from app.limit.search import FIRST_SHARE, search
@@ -53,6 +55,8 @@ SENT_PER_COUNTED: Final = 1.3
 MIN_REQUESTS, WANTED_REQUESTS, MAX_REQUESTS = 50, 300, 1000
 # Beside a run's own length: starting the process, waiting for the last answers.
 RUN_SECONDS: Final = 4.0
+# Of what is shown: its reader has left, its terminal is closed.
+GONE: Final = (errno.EPIPE, errno.EIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +126,9 @@ class Looking:
         try:
             if not ready.single.hopeless:
                 search(partial(self._run, ready.measure), start, self._options.seeds, afford=afford)
+            return self.outcome(ready, self._runs, self._gone)
         except KeyboardInterrupt as key:
             raise Interrupted(number_of(key), self.outcome(ready, self._runs, words_of(key))) from None
-        return self.outcome(ready, self._runs, self._gone)
 
     def prepare(self) -> Prepared:
         """Measure one user and the capacity, and settle on requests; raises as `find`."""
@@ -302,22 +306,33 @@ def run_limit(
 
     Raises:
         RelevoError: what was asked for cannot be done.
-        KeyboardInterrupt: it was interrupted before a rate was tried, or a second time, or nobody would be told.
+        KeyboardInterrupt: it was interrupted before a rate was tried, or a second time, or nobody would be told; or
+            when all was measured, and has been told.
     """
     check_writable(json_path)
     check_writable(html_path)
     older = read_result(against) if against is not None else None
-    code = 0
-    with ended_like_a_key():
+    code, outcome = 0, None
+    with ended_like_a_key(), ExitStack() as shield:
         try:
             with Progress("Measuring", unit="s") as progress:
                 outcome = find(lines or progress)
-        except Interrupted as cut:
-            if echo is None and json_path is None and html_path is None:
+            shield.enter_context(uninterrupted(first_only=True))
+        except KeyboardInterrupt as key:
+            if isinstance(key, Interrupted) and (echo or json_path or html_path):
+                outcome = key.outcome
+            if outcome is None:
                 raise
-            outcome, code = cut.outcome, code_of(cut)
+            code = code_of(key)
         result = summarize(outcome, options)
-        if lines is not None:
-            lines.found(result)
-        told = tell(result, older, json_path=json_path, html_path=html_path, echo=echo)
+        try:
+            try:
+                if lines is not None:
+                    lines.found(result)
+            finally:
+                told = tell(result, older, json_path=json_path, html_path=html_path, echo=echo)
+        except OSError as error:
+            # A terminal that closes is what interrupted it. Errors of files bear their names.
+            if not code or error.filename is not None or error.errno not in GONE:
+                raise
     return code or told

@@ -8,6 +8,7 @@ without a word.
 from __future__ import annotations
 
 import signal
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # As shells tell of a process that a signal has ended.
 SIGNALLED: Final = 128
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Ended(KeyboardInterrupt):
@@ -66,3 +68,31 @@ def ended_like_a_key() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def uninterrupted(*, first_only: bool = False) -> Iterator[None]:
+    """What would end this process waits until it is through; signals come to the main thread alone.
+
+    Args:
+        first_only: a second one ends it at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        came.append(number)
+        if first_only and len(came) > 1:
+            raise Ended(number)
+
+    heard = [one for one in ENDING if signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise Ended(came[0])

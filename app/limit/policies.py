@@ -36,22 +36,23 @@ def find_under(names: Sequence[str], find: Find, options: Options, report: Repor
     """
     began = time.monotonic()
     found: dict[str, Outcome] = {}
-    for place, name in enumerate(names):
-        left = max(1.0, options.duration - (time.monotonic() - began)) / (len(names) - place)
-        try:
+    name = ""
+    try:
+        for place, name in enumerate(names):
+            left = max(1.0, options.duration - (time.monotonic() - began)) / (len(names) - place)
             outcome = find(name, replace(options, duration=left), partial(_tell, report, name, began, options))
-        except KeyboardInterrupt as key:
-            if isinstance(key, Interrupted):
-                found[name] = key.outcome
-            if not found:
-                raise
-            missing = [one for one in names if one not in found]
-            why = words_of(key) + (f"; not measured: {', '.join(missing)}" if missing else "")
-            raise Interrupted(number_of(key), replace(_together(found, began), unfinished=why)) from None
-        found[name] = outcome
-        counted = max([len(run.seen) for run in outcome.runs], default=None)
-        options = replace(options, factor=outcome.source.factor, requests=options.requests or counted)
-    return _together(found, began)
+            found[name] = outcome
+            counted = max([len(run.seen) for run in outcome.runs], default=None)
+            options = replace(options, factor=outcome.source.factor, requests=options.requests or counted)
+        return _together(found, began)
+    except KeyboardInterrupt as key:
+        if isinstance(key, Interrupted):
+            found[name] = key.outcome
+        if not found:
+            raise
+        missing = [one for one in names if one not in found]
+        why = words_of(key) + (f"; not measured: {', '.join(missing)}" if missing else "")
+        raise Interrupted(number_of(key), replace(_together(found, began), unfinished=why)) from None
 
 
 def _together(found: Mapping[str, Outcome], began: float) -> Outcome:

@@ -186,10 +186,10 @@ def find_simulated(
     try:
         if not single.hopeless:
             search(measured, FIRST_SHARE * capacity, options.seeds, afford=afford)
+        return outcome_of(measure, capacity, runs, time.monotonic() - began, single)
     except KeyboardInterrupt as key:
         cut = outcome_of(measure, capacity, runs, time.monotonic() - began, single)
         raise Interrupted(number_of(key), replace(cut, unfinished=words_of(key))) from None
-    return outcome_of(measure, capacity, runs, time.monotonic() - began, single)
 
 
 def prepare_simulated(

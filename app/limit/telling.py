@@ -42,18 +42,19 @@ def tell(
         The exit code: 0, or 1 where there is no limit.
 
     Raises:
-        OSError: a file cannot be written; the figures have been shown, and the other file is written all the same.
+        OSError: a file cannot be written, or `echo` raises it; all else is done all the same.
     """
-    shown, then = plain_of(result), plain_of(older)
-    if echo is not None:
-        tuned = tune_lines(shown["tune"]) if "tune" in shown else []
-        for line in ["", *lines_of(shown), *tuned, *(against_lines(shown, then) if older is not None else [])]:
-            echo(line)
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # from the last to the first, each of them whatever became of those before
         if json_path is not None:
-            stack.callback(write_whole, json_path, json.dumps(result, indent=2) + "\n")
-        if html_path is not None:
-            stack.callback(write_whole, html_path, page_of(result, older))
+            stack.callback(lambda: write_whole(json_path, json.dumps(result, indent=2) + "\n"))
+        shown, then = plain_of(result), plain_of(older)
+        tuned = tune_lines(shown["tune"]) if "tune" in shown else []
+        lines = ["", *lines_of(shown), *tuned, *(against_lines(shown, then) if older is not None else [])]
+        if html_path is not None:  # of what is no result there were no lines
+            stack.callback(lambda: write_whole(html_path, page_of(result, older)))
+        if echo is not None:
+            for line in lines:
+                echo(line)
     best = result["tune"]["best"] if "tune" in result else result
     return 0 if best["limit"] is not None else EXIT_FAILED
 

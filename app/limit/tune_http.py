@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from app.limit.command import Looking
 from app.limit.endpoint import EndpointError
-from app.limit.interrupted import Interrupted, number_of, words_of
+from app.limit.interrupted import Interrupted, number_of, uninterrupted, words_of
 from app.limit.search import FIRST_SHARE
 from app.limit.tune import Clock, CutTuning, tune
 from app.limit.tune_admin import HttpAdmin
 from app.limit.tune_controls import controls_of
-from app.limit.tune_live import open_settings, uninterrupted
+from app.limit.tune_live import open_settings
 from app.limit.tune_result import tune_result
 from app.limit.words import per_second
 from app.render import numbers
@@ -121,6 +121,7 @@ def find_tuned(
                 with uninterrupted():
                     live.apply(tuned.best.values)
                     applied = True
+        return _outcome(looking, ready, tuned, wish, applied=applied)
     except CutTuning as cut:
         assert ready is not None
         told = _outcome(looking, ready, cut.tuned, wish, applied=False)
@@ -130,7 +131,6 @@ def find_tuned(
             raise
         told = _outcome(looking, ready, replace(tuned, unfinished=words_of(key)), wish, applied=applied)
         raise Interrupted(number_of(key), told) from None
-    return _outcome(looking, ready, tuned, wish, applied=applied)
 
 
 def _outcome(looking: Looking, ready: Prepared, tuned: Tuned, wish: Wish, *, applied: bool) -> Outcome:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 import secrets
-import signal
-import threading
 import time
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from app.limit.endpoint import EndpointError
-from app.limit.interrupted import Ended
+from app.limit.interrupted import uninterrupted
 from app.limit.tune_admin import ChangedError
 from app.limit.tune_controls import SEATS
 
@@ -39,7 +37,6 @@ POLL_SECONDS: Final = 0.2
 MARK: Final = "relevo limit --tune"
 # So often it is tried to bring back what was there, with so much time between.
 RESTORE_TRIES, RESTORE_PAUSE_SECONDS = 5, 1.0
-ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class LiveSettings:
@@ -160,7 +157,9 @@ class LiveSettings:
         others = [
             entry
             for entry in self._admin.history()
-            if entry["generation"] > self._generation and self._mark not in (entry["reason"] or "")
+            if entry["changes"]  # else it is another deed, as a recording, which bears the generation that it met
+            and entry["generation"] > self._generation
+            and self._mark not in (entry["reason"] or "")
         ]
         if others and all(entry["who"] == "ttl" for entry in others):
             raise ChangedError("A run took so long that the server has its own settings again; give a larger --factor.")
@@ -191,24 +190,6 @@ def open_settings(admin: Admin, names: Sequence[str], **clock: Any) -> Iterator[
             with uninterrupted():
                 live.restore()
             raise
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """What would end this process waits until it is through; signals come to the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    heard = [one for one in ENDING if signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:
-        raise Ended(came[0])
 
 
 def _check(view: Mapping[str, Any], admin: Admin) -> None:

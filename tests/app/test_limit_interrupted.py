@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -30,7 +33,7 @@ from app.limit.watch import Watch
 from app.limit.words import lines_of
 from engine.config import SloTargets
 from tests.app.endpoints import open_endpoint
-from tests.app.test_limit_policies import TARGETS, outcome_with_limit
+from tests.app.test_limit_policies import SIMULATE, TARGETS, outcome_with_limit
 from tests.app.test_limit_tune import OPTIONS, SEATS_CONTROL, Made, hill, timeless
 from tests.app.test_limit_tune_live import process, served  # noqa: F401 - fixtures
 
@@ -90,6 +93,80 @@ def test_where_nobody_is_told_it_ends_at_once() -> None:
     with pytest.raises(Interrupted) as raised:
         run_limit(cut(signal.SIGTERM, outcome_with_limit(2.0)), ASKED, echo=None)
     assert code_of(raised.value) == 143
+
+
+class ClosedTerminal(io.StringIO):
+    """Takes nothing any more."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, _text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def gone(_line: str) -> None:
+    raise OSError(errno.EPIPE, "Broken pipe")
+
+
+def test_files_are_written_whoever_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", ClosedTerminal())
+    measured, json_path, html_path = outcome_with_limit(2.0), tmp_path / "x.json", tmp_path / "x.html"
+
+    def find(report: Any) -> Outcome:
+        report(1, 2, "closed loop")
+        return cut(signal.SIGHUP, measured)(report)
+
+    assert run_limit(find, ASKED, json_path=json_path, html_path=html_path, echo=gone) == 129
+    assert json.loads(json_path.read_text())["unfinished"]
+    assert "Until then the limit is" in html_path.read_text()
+    with pytest.raises(BrokenPipeError):
+        run_limit(lambda _: measured, ASKED, json_path=json_path, html_path=html_path, echo=gone)
+    assert json.loads(json_path.read_text())["unfinished"] is None
+    assert "The limit is" in html_path.read_text()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def find_and_remove(report: Any) -> Outcome:
+        folder.rmdir()
+        return find(report)
+
+    with pytest.raises(FileNotFoundError, match=r"y\.json"):
+        run_limit(find_and_remove, ASKED, json_path=folder / "y.json", echo=gone)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_interrupts_when_all_is_measured_waits_until_it_is_told(number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    lines: list[str] = []
+
+    def echo(line: str) -> None:
+        if not lines:
+            os.kill(os.getpid(), number)
+        lines.append(line)
+
+    with pytest.raises(Ended) as raised:
+        run_limit(lambda _: outcome_with_limit(2.0), ASKED, json_path=path, echo=echo)
+    assert code_of(raised.value) == 128 + number
+    assert json.loads(path.read_text())["unfinished"] is None
+    assert any(line.startswith("The limit is 2.02 requests/s") for line in lines)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_time_it_does_not_wait() -> None:
+    lines: list[str] = []
+
+    def echo(line: str) -> None:
+        lines.append(line)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Ended):
+        run_limit(lambda _: outcome_with_limit(2.0), ASKED, echo=echo)
+    assert len(lines) == 2
+    lines.clear()
+    with pytest.raises(Ended):
+        run_limit(cut(signal.SIGINT, outcome_with_limit(2.0)), ASKED, echo=echo)
+    assert len(lines) == 1
 
 
 def test_the_reason_that_there_is_no_limit_is_the_interruption_and_no_rate() -> None:
@@ -181,8 +258,7 @@ def interrupted(words: list[str], told: Path, kind: str, number: signal.Signals)
 
 @pytest.mark.slow
 def test_the_command_tells_and_writes_and_ends_with_the_code(tmp_path: Path) -> None:
-    machine = ["--simulate", "--memory-gb-per-second", "20", "--tflops", "0.5", "--parameters", "134515008"]
-    words = [*machine, "--kv-bytes-per-token", "23040", "--factor", "20", "--json", str(tmp_path / "x.json")]
+    words = [*SIMULATE[1:], "--json", str(tmp_path / "x.json")]
     code, out, err = interrupted(words, tmp_path / "lines", "rate", signal.SIGINT)
     assert (code, err) == (130, "")
     result = json.loads((tmp_path / "x.json").read_text())
@@ -190,6 +266,34 @@ def test_the_command_tells_and_writes_and_ends_with_the_code(tmp_path: Path) -> 
     assert result["curve"]
     assert f"{result['unfinished']}: this is what was measured by then." in out
     assert json.loads((tmp_path / "lines").read_text().splitlines()[-1])["result"] == result
+
+
+# Its standard input, which is a terminal, becomes that of its session; where the tests ignore what is told of its end,
+# it does not.
+ON_A_TERMINAL = """
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "app.cli", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_leaves_the_files_and_its_code(tmp_path: Path) -> None:
+    told, json_path, html_path = (tmp_path / name for name in ("lines", "x.json", "x.html"))
+    words = [*SIMULATE, "--json", str(json_path), "--html", str(html_path), "--progress-json", str(told)]
+    told.touch()
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, "-c", ON_A_TERMINAL, *words]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as running:
+        os.close(theirs)
+        with told.open() as lines:
+            while running.poll() is None and '"kind": "rate"' not in (lines.readline() or "\n"):
+                time.sleep(0.01)
+        os.close(terminal)
+    assert running.returncode == 129
+    assert json.loads(json_path.read_text())["unfinished"] == "The search was interrupted (SIGHUP)"
+    assert "interrupted (SIGHUP): this is what was measured by then." in html_path.read_text()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import trio
 
 from app.audit import timestamp
 from app.limit.endpoint import EndpointError, find_endpoint
+from app.limit.interrupted import uninterrupted
 from app.limit.lengths import Ranges
 from app.limit.load import Source, WorkClass
 from app.limit.over_http import HttpMeasure
@@ -27,7 +28,7 @@ from app.limit.tune_admin import ChangedError, HttpAdmin
 from app.limit.tune_candidates import RefusedError
 from app.limit.tune_controls import BUDGET, POLICY, SEATS, Values
 from app.limit.tune_http import refuse_others
-from app.limit.tune_live import LiveSettings, open_settings, uninterrupted
+from app.limit.tune_live import LiveSettings, open_settings
 from engine.config import SloTargets
 from tests.app.endpoints import open_endpoint
 from tests.app.serving import chat_body, make_settings, open_server
@@ -73,6 +74,11 @@ class FakeAdmin:
     def by_admin(self, **body: Any) -> None:
         """Somebody else's change."""
         self._change(body, "admin")
+
+    def record(self) -> None:
+        """A deed of somebody else, which changes nothing."""
+        deed = {"generation": self.generation, "who": "admin", "changes": {}, "reason": None, "deed": "A recording"}
+        self.audit.append(deed)
 
     def expire(self) -> None:
         """The time given to all temporary changes is over."""
@@ -265,10 +271,10 @@ def test_a_temporary_change_of_an_admin_stays_and_ends_where_theirs_would_have()
     assert holds(admin)
 
 
-def test_a_run_that_outlives_its_change_is_told() -> None:
+def test_a_run_that_outlives_its_change_is_told_also_beside_a_recording() -> None:
     admin = FakeAdmin()
     with pytest.raises(ChangedError, match="larger --factor"):
-        session(admin, lambda live: (admin.expire(), live.check()))
+        session(admin, lambda live: (admin.expire(), admin.record(), live.check()))
     assert holds(admin)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-MAX_ENTRIES: Final = 1000
+MAX_ENTRIES: Final = 1000  # of changes, and as many deeds
 
 
 def make_id() -> str:
@@ -65,7 +64,7 @@ class AuditEntry:
 
 
 class AuditLog:
-    """The last thousand changes and deeds, newest last.
+    """The last thousand changes, and the last thousand deeds among them, newest last: neither push out the other.
 
     Args:
         known: those of earlier processes.
@@ -73,28 +72,36 @@ class AuditLog:
     """
 
     def __init__(self, known: Iterable[AuditEntry] = (), keep: Callable[[AuditEntry], None] | None = None) -> None:
-        self._entries = deque(known, maxlen=MAX_ENTRIES)
+        self._entries = {entry.entry_id: entry for entry in known}
         self._keep = keep
+        self._bound()
 
     @property
     def entries(self) -> tuple[AuditEntry, ...]:
         """All of them, oldest first."""
-        return tuple(self._entries)
+        return tuple(self._entries.values())
 
     @property
     def generation(self) -> int:
         """Of the newest; 0 where there is none."""
-        return self._entries[-1].generation if self._entries else 0
+        last = self._last
+        return 0 if last is None else last.generation
+
+    @property
+    def _last(self) -> AuditEntry | None:
+        return next(reversed(self._entries.values()), None)
 
     def add(self, entry: AuditEntry) -> None:
         """Append a change."""
-        self._entries.append(entry)
+        self._entries[entry.entry_id] = entry
+        self._bound()
         if self._keep is not None:
             self._keep(entry)
 
     def add_deed(self, deed: str, who: str, time: str, outcome: str | None = None) -> str:
         """Append what changes no setting; gives the id of its entry."""
-        effective = self._entries[-1].effective if self._entries else {}
+        last = self._last
+        effective = {} if last is None else last.effective
         entry = AuditEntry(self.generation, time, who, {}, effective=effective, deed=deed, outcome=outcome)
         self.add(entry)
         return entry.entry_id
@@ -112,11 +119,19 @@ class AuditLog:
         self._replace(entry_id, outcome=outcome)
 
     def _replace(self, entry_id: str, **known: Any) -> None:
-        for index, entry in enumerate(self._entries):
-            if entry.entry_id == entry_id:
-                self._entries[index] = replace(entry, **known)
-                if self._keep is not None:
-                    self._keep(self._entries[index])
+        entry = self._entries.get(entry_id)
+        if entry is not None:
+            self._entries[entry_id] = entry = replace(entry, **known)
+            if self._keep is not None:
+                self._keep(entry)
+
+    def _bound(self) -> None:
+        if len(self._entries) <= MAX_ENTRIES:
+            return
+        for is_deed in (False, True):
+            ids = [entry_id for entry_id, entry in self._entries.items() if (entry.deed is not None) is is_deed]
+            for old in ids[:-MAX_ENTRIES]:
+                del self._entries[old]
 
 
 def timestamp(seconds: float) -> str:

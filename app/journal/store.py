@@ -66,6 +66,8 @@ MIGRATIONS: list[str] = [
     "ALTER TABLE audit ADD COLUMN deed TEXT; ALTER TABLE audit ADD COLUMN outcome TEXT;",
 ]
 EVENT_COLUMNS: Final = 'id, kind, time, text, "end", amount, running, waiting'
+# Each is kept for itself: recordings made and deleted push no change of the settings out.
+ENTRY_KINDS: Final = ("deed IS NULL", "deed IS NOT NULL")
 _ENTRY_COLUMNS: Final = (
     "id, generation, time, who, changes, reason, expires, reverted, effective, effect, deed, outcome"
 )
@@ -98,7 +100,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was found at the start: the last changes and events."""
+    """What was found at the start: the last changes and deeds, and the last events."""
 
     entries: Sequence[AuditEntry] = ()
     events: Sequence[Event] = ()
@@ -129,10 +131,16 @@ class Store:
         """
         with told():
             execute = self._connection.execute
-            entries = execute(f"SELECT {_ENTRY_COLUMNS} FROM audit ORDER BY number DESC LIMIT {LOADED}").fetchall()  # noqa: S608
+            newest = " UNION ALL ".join(
+                f"SELECT * FROM (SELECT number FROM audit WHERE {kind} ORDER BY number DESC LIMIT {LOADED})"  # noqa: S608
+                for kind in ENTRY_KINDS
+            )
+            entries = execute(
+                f"SELECT {_ENTRY_COLUMNS} FROM audit WHERE number IN ({newest}) ORDER BY number"  # noqa: S608
+            ).fetchall()
             events = execute(f"SELECT {EVENT_COLUMNS} FROM events ORDER BY number DESC LIMIT {LOADED}").fetchall()  # noqa: S608
         try:
-            changes = [_entry(row) for row in reversed(entries)]
+            changes = [_entry(row) for row in entries]
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise DamagedError(f"a change is not what was written: {error}") from None
         return Loaded(changes, [make_event(row) for row in reversed(events)])
@@ -193,8 +201,12 @@ class Store:
                         f"WHERE span = ?1 AND {side} ORDER BY time DESC LIMIT 1 OFFSET ?2)",
                         (span, kept, now),
                     )
-            for table, kept in (("audit", KEPT_ENTRIES), ("events", KEPT_EVENTS)):
-                connection.execute(f"DELETE FROM {table} WHERE number <= (SELECT max(number) FROM {table}) - {kept}")  # noqa: S608
+            for kind in ENTRY_KINDS:
+                connection.execute(
+                    f"DELETE FROM audit WHERE {kind} AND number <= (SELECT number FROM audit WHERE {kind} "  # noqa: S608
+                    f"ORDER BY number DESC LIMIT 1 OFFSET {KEPT_ENTRIES})"
+                )
+            connection.execute(f"DELETE FROM events WHERE number <= (SELECT max(number) FROM events) - {KEPT_EVENTS}")  # noqa: S608
 
     def close(self) -> None:
         """Let go of the file and of the lock."""

@@ -14,7 +14,8 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.audit import AuditEntry, make_id, timestamp
+from app import audit as audit_module
+from app.audit import AuditEntry, AuditLog, make_id, timestamp
 from app.journal import journal as journal_module
 from app.journal import store as store_module
 from app.journal.events import Event
@@ -157,6 +158,39 @@ def test_old_rows_go_and_those_of_a_clock_set_wrong_do_not_take_the_others_along
         assert counts == {1: 101, 60: 6}, "what comes after the clock's error is not pushed out by it"
         assert database.execute("SELECT max(time) FROM history WHERE time < 2e9").fetchone() == (T0 + 399,)
     assert [entry.generation for entry in store.load().entries] == [2, 3, 4]
+
+
+def deed(number: int) -> AuditEntry:
+    return AuditEntry(1, timestamp(T0), "me", {}, effective={"max_num_seqs": 1}, deed=str(number), outcome="done")
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_of_changes_and_of_deeds_each_the_last_are_kept_in_their_order(are_deeds: list[bool]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit_module, "MAX_ENTRIES", 5)
+        entries = [deed(n) if is_deed else change(n, n) for n, is_deed in enumerate(are_deeds)]
+        log = AuditLog()
+        for entry in entries:
+            log.add(entry)
+        last = [[e for e in entries if (e.deed is None) is kind][-5:] for kind in (False, True)]
+        assert [*log.entries] == [e for e in entries if e in last[0] or e in last[1]]
+        assert AuditLog(entries).entries == log.entries
+
+
+async def test_recordings_push_no_change_out_of_the_history_nor_off_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "LOADED", 3)
+    monkeypatch.setattr(store_module, "KEPT_ENTRIES", 6)
+    async with open_journal(tmp_path) as journal:
+        journal.audit.add(change(8, 1))
+        for number in range(20):
+            journal.audit.add(deed(number))
+        journal.put_row(row(T0))  # with the first of which what is old goes
+    async with open_journal(tmp_path) as journal:
+        assert [entry.deed for entry in journal.audit.entries] == [None, "17", "18", "19"]
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
+        assert database.execute("SELECT count(deed), count(*) FROM audit").fetchone() == (6, 7)
 
 
 def test_what_the_file_holds_can_be_read_while_it_is_written(store: Store) -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import trio
 
+from app.audit import MAX_ENTRIES
 from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_app, open_server
 from tests.patience import PATIENCE_SECONDS
 
@@ -295,6 +296,8 @@ async def test_the_last_change_is_taken_back_and_all_go_back_to_the_start() -> N
         assert (await refused(server, 409, restore="previous"))["code"] == "nothing_to_take_back"
         await patch(server, max_num_seqs=8, reason="peak")
         await patch(server, max_num_batched_tokens=32, max_waiting=7)
+        for number in range(MAX_ENTRIES):
+            server.context.journal.begin_deed(f"Recording {number}", "me", outcome="done")
         page = (await server.client.get("/admin")).text
         assert "Token budget 32" in page.partition('id="undo"')[2].partition("</div>")[0]
         await send(server, {"if_generation": "2", "reason": "too slow"}, "undo")

@@ -35,6 +35,7 @@ __all__ = [
     "let_threads_sleep",
     "load_settings",
     "named_keys",
+    "parse_toml",
     "read_section",
     "state_dir",
 ]
@@ -222,11 +223,31 @@ def load_settings(
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"There is no configuration file {path}.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from None
+    return parse_toml(text, str(path))
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """A document.
+
+    Args:
+        source: what messages call it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply.") from None
+    except ValueError:  # Python makes no number of more than 4300 digits
+        raise ConfigError(f"{source} has a number of more digits than can be read; shorten it.") from None
 
 
 def _take_limits(document: dict[str, Any], path: Path) -> dict[str, KeyLimits]:
@@ -327,7 +348,10 @@ def _explain(
 
 
 def _refusal(key: Key, value: Any, source: str, *, detail: str | None = None) -> ConfigError:
-    shown = "" if key.is_secret else f" = {value!r}"
+    try:
+        shown = "" if key.is_secret else f" = {value!r}"
+    except ValueError:  # in hexadecimal a number may have more digits than Python writes
+        shown = ""
     return ConfigError(
         f"[{key.section}] {key.name}{shown} (from {source}) is not valid; it takes {detail or key.range}."
     )

@@ -18,13 +18,12 @@ background = true                   # asked for with service_tier flex
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import BeforeValidator
 
-from app.config import read_section
+from app.config import parse_toml, read_section
 from app.config_schema import Section, setting
 from app.limit.lengths import Fitted, Ranges
 from app.limit.load import WorkClass
@@ -125,12 +124,7 @@ def parse_mix(text: str, source: str, default: SloTargets) -> tuple[WorkClass, .
     Raises:
         ConfigError: it says something that cannot be.
     """
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not TOML: {error}.") from None
-    except RecursionError:
-        raise ConfigError(f"{source} is nested too deeply.") from None
+    document = parse_toml(text, source)
     others = [name for name in document if name != TABLE]
     if others:
         raise ConfigError(

@@ -170,7 +170,14 @@ def test_a_file_that_is_missing_or_no_toml(tmp_path: Path) -> None:
     assert "no configuration file" in refused(path=tmp_path / "none.toml")
     assert "cannot be read" in refused(path=tmp_path)
     assert "TOML" in refused(path=written(tmp_path, "port: 8000\n"))
+    assert refused(path=written(tmp_path, "a = " + "[" * 5000)).endswith(" is nested too deeply.")
     assert "section" in refused(path=written(tmp_path, "model = 'x'\n"))
+
+
+@pytest.mark.parametrize(("number", "said"), [("9", "more digits than can be read"), ("0xf", "max_num_seqs (from ")])
+def test_a_number_without_end(tmp_path: Path, number: str, said: str) -> None:
+    endless = number + number[-1] * 5000
+    assert said in refused(path=written(tmp_path, f"[scheduler]\nmax_num_seqs = {endless}\n"))
 
 
 def test_api_keys_come_as_list_commas_or_repeated_flags(tmp_path: Path) -> None:

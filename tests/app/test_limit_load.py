@@ -209,6 +209,9 @@ LENGTHS = 'mix.toml: [class "x"] needs either workload, or prompt_tokens and out
         (ONE.replace("5", "true"), f"prompt_tokens = True {WRONG} a whole number of tokens"),
         (ONE.replace("5", "[1, 2, 3]"), f"{WRONG} a whole number of tokens from 1 to 1048576, or two: ["),
         (BARE + 'workload = "azure"\n', f"workload = 'azure' {WRONG} azure-conversation, "),
+        (ONE.replace("5", "9" * 5000), "mix.toml has a number of more digits than can be read; shorten it."),
+        (ONE.replace("5", "0x" + "f" * 5000), f'[class "x"] prompt_tokens {WRONG} a whole number of tokens'),
+        (ONE.replace("share = 1", "share = 0x" + "f" * 5000), f'[class "x"] share {WRONG} more than 0'),
         (ONE + "factr = 1\n", 'mix.toml: [class "x"] has no setting factr; did you mean factor?'),
     ],
 )

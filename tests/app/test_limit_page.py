@@ -710,6 +710,8 @@ def test_the_oldest_are_let_go_and_damaged_ones_are_left_out(tmp_path: Path) -> 
         ({"note": "x" * 201}, "note"), ({"note": "two\nlines"}, "note"), ({"seats": 3}, "seats"),
         ({"mix": "[[class]]"}, "mix"), ({"workload": "mix"}, "mix"), ({"workload": "mix", "mix": "class = "}, "mix"),
         ({"workload": "mix", "mix": '[[class]]\nname = "a"\nshare = 0'}, "mix"),
+        ({"workload": "mix", "mix": f"a = {'9' * 5000}"}, "mix"),
+        ({"workload": "mix", "mix": f'[[class]]\nname = "a"\nshare = 0x{"f" * 5000}'}, "mix"),
         ({"beside_users": "yes"}, "beside_users"),
     ],
 )  # fmt: skip

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Protocol
 
 
 class Event(Protocol):
@@ -30,8 +25,3 @@ class Past:
 
     def synchronize(self) -> None:
         """Nothing is under way."""
-
-
-def events_of(device: torch.device) -> Callable[[], Event]:
-    """What makes events of a device; a processor computes at once."""
-    return Past if device.type == "cpu" else torch.cuda.Event

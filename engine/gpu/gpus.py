@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 import torch
 
+from engine.gpu.graphs import Graphs
 from engine.stepper import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.gpu.graphs import Replay
     from engine.gpu.runner import GpuRunner
     from engine.loading.checkpoint import Checkpoint
     from engine.sequence import SamplingParams
 
+T = TypeVar("T")
 MIB: Final = 1 << 20
 
 
@@ -82,6 +85,21 @@ class GpuClock:
         return float(begin.elapsed_time(end)) / 1e3
 
 
+class CudaRecorder:
+    """CUDA's graphs, and HIP's, which torch calls by the same name."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], T]) -> tuple[Replay, T]:
+        """See `engine.gpu.graphs.Recorder`. Waits for the device."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = call()
+        return graph.replay, result
+
+
 class Gpus:
     """NVIDIA's, and AMD's, which go by the same name in torch."""
 
@@ -137,7 +155,15 @@ class Gpus:
         sizes = Sizes(max_num_seqs, max_num_batched_tokens, max_model_len, block_size)
         device = torch.device("cuda", index)
         return GpuRunner(
-            checkpoint, sizes, device=device, dtype=dtype, cache_dtype=cache_dtype, blocks=blocks, silent_ids=silent_ids
+            checkpoint,
+            sizes,
+            device=device,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            blocks=blocks,
+            silent_ids=silent_ids,
+            make_event=torch.cuda.Event,
+            num_multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
         )
 
     def torch_device(self, index: int | None) -> torch.device:
@@ -176,8 +202,6 @@ class Gpus:
 
     def capture(self, runner: GpuRunnerLike, report: Callable[[int, int], object]) -> None:
         """Have decode steps captured as graphs; `report` is told (sizes done, sizes)."""
-        from engine.gpu.graphs import CudaRecorder, Graphs
-
         mine, graphs = cast("GpuRunner", runner), Graphs(CudaRecorder())  # by `make_runner`
         graphs.capture(mine, report)
         mine.graphs = graphs

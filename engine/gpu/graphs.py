@@ -51,21 +51,6 @@ class Recorder(Protocol):
         ...
 
 
-class CudaRecorder:
-    """CUDA's graphs, and HIP's, which torch calls by the same name."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, call: Callable[[], T]) -> tuple[Replay, T]:
-        """See `Recorder`. Waits for the device."""
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = call()
-        return graph.replay, result
-
-
 class Graphs:
     """The graphs of a runner, whose tensors keep their addresses."""
 

@@ -18,7 +18,7 @@ from engine.batch import StepOutput
 from engine.drawing import NOT_A_NUMBER
 from engine.gpu.asking import Asking
 from engine.gpu.columns import Columns, columns_of
-from engine.gpu.events import events_of
+from engine.gpu.events import Past
 from engine.gpu.llama import GpuLlama
 from engine.gpu.mailbox import Mailbox
 from engine.gpu.rows import GpuRows
@@ -86,7 +86,8 @@ class GpuRunner:
         blocks: `native` keeps matrices quantized, in the file's own blocks where it has some, `int8` in such of eight
             bits; `None` makes floats of all.
         silent_ids: tokens that are never drawn, for they stand for nothing.
-        make_event: of the device; those of torch unless others are given.
+        make_event: of the device; it computes at once unless others are given.
+        num_multiprocessors: of the device.
 
     Attributes:
         graphs: of decode steps, once they are captured.
@@ -104,7 +105,8 @@ class GpuRunner:
         cache_dtype: torch.dtype,
         blocks: str | None = None,
         silent_ids: tuple[int, ...] = (),
-        make_event: Callable[[], Event] | None = None,
+        make_event: Callable[[], Event] = Past,
+        num_multiprocessors: int = 1,
     ) -> None:
         self.sizes, self.device, self.dtype, self.blocks = sizes, device, dtype, blocks
         self.cache_dtype = cache_dtype
@@ -113,7 +115,7 @@ class GpuRunner:
         self.kv_caches: list[torch.Tensor] = []
         self._checkpoint: Checkpoint | None = checkpoint
         self._silent_ids = torch.tensor(silent_ids, dtype=torch.int64, device=device)
-        self._make_event = make_event or events_of(device)
+        self._make_event, self._num_multiprocessors = make_event, num_multiprocessors
         self._watch = Stopwatch()
         self._last_end = 0.0
         self.model: GpuLlama
@@ -130,14 +132,13 @@ class GpuRunner:
             raise RuntimeError("the model is loaded already")
         checkpoint, self._checkpoint = self._checkpoint, None
         device, sizes = self.device, self.sizes
-        on_gpu = device.type != "cpu"
         self.model = GpuLlama(
             checkpoint.config,
             in_blocks(checkpoint.weights(), eight_bits=self.blocks == "int8") if self.blocks else checkpoint.tensors(),
             dtype=self.dtype,
             device=device,
             max_model_len=sizes.max_model_len,
-            num_multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1,
+            num_multiprocessors=self._num_multiprocessors,
         )
         seats, vocab_size = sizes.max_num_seqs, self.config.vocab_size
         self._rows = GpuRows(
@@ -157,7 +158,7 @@ class GpuRunner:
         self._logits = torch.empty((seats, vocab_size), dtype=torch.float32, device=device)
         self._drawn = torch.zeros(seats, dtype=torch.int32, device=device)
         # Two, in turn: a step may be launched before what came of the one before it is read.
-        self._hosts = [torch.zeros(seats, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
+        self._hosts = [torch.zeros(seats, dtype=torch.int32, pin_memory=device.type != "cpu") for _ in range(2)]
 
     @property
     def kv_bytes_per_token(self) -> int:

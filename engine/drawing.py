@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.batch import TokenLogprobs
-    from engine.constraint import ConstraintState
+    from engine.constraint import Constraint, ConstraintState
     from engine.sampler import SampleRows, SamplingRows
     from engine.sequence import SamplingParams
 
@@ -118,13 +118,8 @@ class Extras:
         logits.masked_fill_(torch.from_numpy(~allowed), -math.inf)  # three times as fast as by numpy's index
         return only_stops
 
-    @property
-    def is_constrained(self) -> bool:
-        """Whether `allow` has something to say."""
-        return self._constraint is not None
-
     def allow(self, vocab_size: int, stop_ids: Ints, *, early: bool = False) -> tuple[NDArray[np.bool_], bool]:
-        """What the constraint allows now: [V] truth values; and whether only stop tokens are left.
+        """Where there is a constraint, what it allows now: [V] truth values; and whether only stop tokens are left.
 
         Args:
             stop_ids, early: as for `adjust`.
@@ -132,10 +127,8 @@ class Extras:
         Raises:
             ConstraintError: the answer cannot go on.
         """
-        if self._constraint is None:
-            return np.ones(vocab_size, dtype=bool), False
         if self._state is None:
-            self._state = self._constraint.begin(self._output)
+            self._state = cast("Constraint", self._constraint).begin(self._output)
         allowed = _bits(self._state.allowed(), vocab_size)
         stops = stop_ids[allowed[stop_ids]]
         others = allowed.copy()

@@ -73,9 +73,9 @@ class Asking:
         self._rows: list[int] = rows[lines].tolist()
         # Those under a constraint: which of these it is, its seat, and what it was when the step was launched.
         self._bound: list[tuple[int, int, Extras]] = []
-        if wants.extras:
+        if wants.constraints:
             found = enumerate(self._seats.tolist())
-            self._bound = [(index, seat, wants.extras[seat]) for index, seat in found if seat in wants.extras]
+            self._bound = [(index, seat, wants.constraints[seat]) for index, seat in found if seat in wants.constraints]
         counts = wants.num_logprobs[self._seats]
         self._tells = np.flatnonzero(counts >= 0)
         self._counts: list[int] = counts[self._tells].tolist()
@@ -127,7 +127,7 @@ class Asking:
         forced: dict[int, tuple[int, ...]] = {}
         for index, seat, extras in self._bound:
             row = self._rows[index]
-            if token_ids[row] < 0 or row in self.failures or self._wants.extras.get(seat) is not extras:
+            if token_ids[row] < 0 or row in self.failures or self._wants.constraints.get(seat) is not extras:
                 continue
             try:
                 if following := extras.take(token_ids[row]):

@@ -67,7 +67,7 @@ class Wants:
         biases: of each seat.
         early_biases: of each seat before `stops_from`.
         stop_ids: of each seat.
-        extras: by seat, of those under a constraint.
+        constraints: by seat, of those under one.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -83,11 +83,11 @@ class Wants:
         self.biases = [NO_BIAS] * max_num_seqs
         self.early_biases = [NO_BIAS] * max_num_seqs
         self.stop_ids: list[Ints] = [NO_BIAS.token_ids] * max_num_seqs
-        self.extras: dict[int, Extras] = {}
+        self.constraints: dict[int, Extras] = {}
 
     def set(self, seat: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """A sequence took the seat, of which these tokens are known."""
-        self.extras.pop(seat, None)
+        self.constraints.pop(seat, None)
         vocab_size = self._vocab_size
         stop_ids = sorted(i for i in params.stop_token_ids if 0 <= i < vocab_size)
         bias = {token_id: value for token_id, value in params.logit_bias if 0 <= token_id < vocab_size}
@@ -105,4 +105,4 @@ class Wants:
         self.asks[seat] = not params.is_plain
         if params.constraint is not None:
             # Penalties are counted on the device, from the tokens that lie there.
-            self.extras[seat] = Extras(replace(params, **NO_PENALTIES), token_ids, num_prompt_tokens, vocab_size)
+            self.constraints[seat] = Extras(replace(params, **NO_PENALTIES), token_ids, num_prompt_tokens, vocab_size)

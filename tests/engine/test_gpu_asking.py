@@ -40,7 +40,7 @@ def launch(rows: GpuRows) -> Asking:
 
     columns, own = columns_of(ScheduledBatch(0, (0,), (0,), (0,), (2,), (True,)))
     asking = Asking(columns, own, rows.wants, lambda *arrays: list(map(torch.from_numpy, arrays)))
-    rows.wants.extras[0].allow(VOCAB_SIZE, NO_TOKENS)
+    rows.wants.constraints[0].allow(VOCAB_SIZE, NO_TOKENS)
     return asking
 
 

@@ -1,8 +1,9 @@
-"""A device that computes late, on a processor under Triton's interpreter: it shows what real queues and graphs do.
+"""A device that computes late, on a processor under Triton's interpreter.
 
 What is launched is noted: which operation, on which memory, with which numbers. It is computed when somebody waits for
-it, in its order. So whoever overwrites what a copy has not fetched yet, reads what has not come yet, or lets a graph
-look at something that is no longer there, finds the wrong numbers.
+it, in its order. So whoever overwrites what a copy has not fetched yet, or reads what has not come yet, finds the wrong
+numbers; and a graph computes again with the numbers and on the memory that it was captured with. A note holds its
+memory: who gives that back too early is not found, nor is what several streams do beside each other.
 """
 
 from __future__ import annotations

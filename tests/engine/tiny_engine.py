@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from tests.tiny_models import make_backend
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from engine.batch import TokenLogprobs
     from engine.engine import Engine
     from engine.grammar.spec import GrammarSpec
     from engine.handle import Handle
@@ -48,6 +49,7 @@ class Answer:
     token_ids: tuple[int, ...]
     reason: FinishReason | None
     error: str | None
+    logprobs: tuple[TokenLogprobs, ...] = field(default=(), compare=False)
 
 
 @cache
@@ -116,12 +118,13 @@ async def answer(engine: Engine, request: GenerationRequest) -> Answer:
 
 async def read_answer(handle: Handle) -> Answer:
     await handle.accepted()
-    text, token_ids, last = "", [], None
+    text, token_ids, logprobs, last = "", [], [], None
     async for last in read_deltas(handle):
         text += last.text
         token_ids += last.token_ids
+        logprobs += last.logprobs
     assert last is not None
-    return Answer(text, tuple(token_ids), last.finish_reason, last.error)
+    return Answer(text, tuple(token_ids), last.finish_reason, last.error, tuple(logprobs))
 
 
 async def answer_all(engine: Engine, requests: list[GenerationRequest]) -> list[Answer]:

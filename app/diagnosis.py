@@ -37,6 +37,13 @@ class Advice:
     setting: str | None = None
 
 
+PACED: Final = Advice(
+    "steps are kept as short as the gaps between tokens that are promised",
+    "It needs less load, a faster machine, or a longer promise.",
+    "itl_p95_seconds",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong (`bad`), may become so (`warn`), or is as it should be (`good`)."""
@@ -145,6 +152,11 @@ def _refusals(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]
             yield Finding("bad", what, advice.why, advice.help, advice.setting)
         elif reason == "queue_full":
             yield Finding("warn", what, room)
+        elif reason == "late":
+            why = "their first token would have come after what is promised or asked, and slo_admission is on"
+            yield Finding(
+                "warn", what, why, "That keeps the promise to the others. It needs less load.", "slo_admission"
+            )
         else:
             yield Finding("warn", what, words.word(words.REJECTED, reason))
 
@@ -172,6 +184,8 @@ def _advice_on_first_tokens(snapshot: Mapping[str, Any], met: Mapping[str, Any],
     queue, ttft = met["latency"]["queue"]["p95"] or 0.0, met["latency"]["ttft"]["p95"]
     if queue >= ttft / 2:
         return _advice_on_waiting(snapshot, met, most_seats)
+    if _is_paced(snapshot):
+        return PACED
     why = "reading the prompts takes longer than the wait for a seat"
     budget = snapshot["config"]["max_num_batched_tokens"]
     if _has_slack(snapshot, "itl"):
@@ -197,10 +211,7 @@ def _advice_on_waiting(snapshot: Mapping[str, Any], met: Mapping[str, Any], most
         return Advice(why, "Shorter answers (max_tokens), or more [cache] memory at the next start.")
     if reason == "token_budget":
         if _is_paced(snapshot):
-            why = (
-                f"{waits} for room in a step, and steps are kept as short as the gaps between tokens that are promised"
-            )
-            return Advice(why, "It needs less load, a faster machine, or a longer promise.", "itl_p95_seconds")
+            return Advice(f"{waits} for room in a step, and {PACED.why}", PACED.help, PACED.setting)
         help_ = f"Raise the token budget ({numbers.count(config['max_num_batched_tokens'])} now)."
         return Advice(f"{waits} for room in a step", help_, "max_num_batched_tokens")
     if reason == "policy":
@@ -212,10 +223,11 @@ def _advice_on_waiting(snapshot: Mapping[str, Any], met: Mapping[str, Any], most
 def _is_paced(snapshot: Mapping[str, Any]) -> bool:
     """Whether most steps lately had fewer tokens than the budget, for the sake of gaps (`slo_admission`)."""
     config = snapshot["config"]
+    if not config["slo_admission"]:
+        return False
     steps = snapshot["table"]["steps"][-RECENT_STEPS:]
     present = [int(step["budget"]) for step in steps if step["generation"] == config["generation"]]
-    num_paced = sum([budget < config["max_num_batched_tokens"] for budget in present])
-    return bool(config["slo_admission"]) and 2 * num_paced > len(present)
+    return 2 * sum([budget < config["max_num_batched_tokens"] for budget in present]) > len(present)
 
 
 def _advice_on_seats(snapshot: Mapping[str, Any], waits: str, most_seats: int) -> Advice:
@@ -238,7 +250,7 @@ def _advice_on_gaps(snapshot: Mapping[str, Any], _met: Mapping[str, Any], _most_
     steps = snapshot["table"]["steps"][-RECENT_STEPS:]
     prefills = sum(any(row[2] == "prefill" for row in step["rows"]) for step in steps)
     budget = config["max_num_batched_tokens"]
-    if steps and prefills >= MANY_PREFILLS * len(steps) and budget > running:
+    if steps and prefills >= MANY_PREFILLS * len(steps) and budget > running and not _is_paced(snapshot):
         share = numbers.percent(prefills / len(steps))
         help_ = f"Lower the token budget ({numbers.count(budget)} now): prompts are read in smaller pieces."
         return Advice(f"prompts are read in {share} of the steps", help_, "max_num_batched_tokens")
@@ -274,6 +286,8 @@ def _advice_on_answers(snapshot: Mapping[str, Any], met: Mapping[str, Any], most
     if most == "decode":
         return Advice(why, "Fewer seats make each faster; shorter answers (max_tokens) end sooner.", "max_num_seqs")
     if most == "prefill":
+        if _is_paced(snapshot):
+            return Advice(f"{why}; {PACED.why}", PACED.help, PACED.setting)
         return Advice(why, "A larger token budget reads prompts in fewer steps.", "max_num_batched_tokens")
     advice = _advice_on_lost_seats(snapshot) or Advice("nobody lost a seat lately")
     return Advice(f"{why}; {advice.why}", advice.help, advice.setting)

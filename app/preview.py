@@ -109,7 +109,7 @@ def _words(name: str, old: Value, new: Value, after: Mapping[str, Any], now: Sit
             return _bound_words(int(new), now.waiting_tokens, "prompt tokens waiting")
         case "slo_admission":
             return (
-                "Who comes from now on may be refused; the next step may be shorter."
+                "Who comes from now on may be refused, who waits stays; steps may be shorter."
                 if new
                 else "Nobody is refused any more for coming too late, and steps have the whole budget."
             )

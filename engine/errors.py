@@ -133,7 +133,7 @@ class LateError(UnavailableError):
 
     def __init__(self, predicted: float, allowed: float, *, retry_after_seconds: int) -> None:
         super().__init__(
-            f"The first token is expected after {predicted:.1f} s, and {allowed:g} s are allowed. "
+            f"The first token is expected after {predicted:.2f} s, and {allowed:g} s are allowed. "
             f"Try again in {retry_after_seconds} s.",
             retry_after_seconds=retry_after_seconds,
             facts={"predicted_ttft_seconds": round(predicted, 3), "allowed_ttft_seconds": allowed},

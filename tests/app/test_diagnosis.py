@@ -135,7 +135,20 @@ def test_where_steps_are_kept_short_for_the_gaps_a_larger_budget_is_no_help(
     steps = [{"step": number, "budget": 40, "generation": 7, "rows": [], **step} for number in range(1, 65)]
     (finding,) = found(meets(late | {"table": late["table"] | {"steps": steps}}, ttft=5.0, queue=4.0))
     assert finding.setting == setting
-    assert ("as short as the gaps between tokens" in finding.why) == (setting == "itl_p95_seconds")
+    is_paced = setting == "itl_p95_seconds"
+    assert ("as short as the gaps between tokens" in finding.why) == is_paced
+    # Nor does one finding ask for a larger budget and the next for a smaller one.
+    steps = [step | {"rows": [[0, "a", "prefill", 20]]} for step in steps]
+    slow = late | {"table": late["table"] | {"steps": steps}, "requests": {**late["requests"], "waiting": 0}}
+    both = found(meets(slow, ttft=3.0, queue=0.1, itl=0.4))
+    assert len(both) == 2
+    assert not is_paced or "max_num_batched_tokens" not in [finding.setting for finding in both]
+
+
+def test_who_is_refused_for_being_late_is_put_down_to_the_switch() -> None:
+    (finding,) = found(house(recent={**QUIET, **refused(late=4)}))
+    assert (finding.level, finding.setting) == ("warn", "slo_admission")
+    assert "4 requests refused" in finding.what
 
 
 def test_long_prompts_are_helped_by_the_budget_while_tokens_have_time() -> None:

@@ -23,6 +23,12 @@ BOUNDS: Final = {
 UNKNOWN: Final = "The server did not tell how full it was, so nothing can be said of what would help."
 
 
+def bound_title(bound_by: str) -> str:
+    """What a limit is bound by, or why that is not known, as a sentence."""
+    _, is_unknown, why = bound_by.partition(": ")
+    return f"What bound it is not known: {why}." if is_unknown else f"Bound by {bound_by}."
+
+
 def bound_words(bound_by: str) -> str:
     """What it means that a limit is bound by this, and what to do about it."""
     return BOUNDS.get(bound_by, UNKNOWN)

@@ -93,12 +93,7 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
     kinds = Counter(seen.error for run in runs for seen in run.seen if seen.error)
     if kinds:
         remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
-    if disturbed := [run.others for run in runs if run.others]:
-        answers, during = numbers.plural(sum(disturbed), "answer"), f"{len(disturbed)} of {len(runs)}"
-        remarks.append(
-            f"The server gave {answers} to others during {during} runs, to users or to another search: the limit is of "
-            "what they left."
-        )
+    remarks += remarks_on_others(result["curve"])
     late = [run for run in runs if not run.is_valid]
     if late:
         rates = ", ".join(dict.fromkeys(f"{run.rate:.3g}" for run in late))
@@ -110,13 +105,26 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
             remarks.append("The targets held at every rate that was tried: the limit is at least this.")
         tried = len({run.seed for run in runs if run.is_valid})
         if tried < num_seeds:
-            remarks.append(f"Only {tried} of {num_seeds} seeds were tried: there was no time for more, give {longer}.")
+            why = "" if result["unfinished"] else f": there was no time for more, give {longer}"
+            remarks.append(f"Only {tried} of {num_seeds} seeds were tried{why}.")
     if cut := result["workload"]["shortened"]:
         share = numbers.percent(cut / result["workload"]["looked_at"])
         remarks.append(f"{share} of the requests did not fit into the context and were cut to it.")
     if result["workload"]["skipped"]:
         remarks.append(f"{numbers.plural(result['workload']['skipped'], 'bad line')} of the trace had to be skipped.")
     return remarks
+
+
+def remarks_on_others(curve: Sequence[Mapping[str, Any]]) -> list[str]:
+    """That others had answers during runs, which are those of the result of a search; at most one line."""
+    disturbed = [number for run in curve if (number := run.get("requests_of_others"))]
+    if not disturbed:
+        return []
+    answers, during = numbers.plural(sum(disturbed), "answer"), f"{len(disturbed)} of {len(curve)}"
+    return [
+        f"The server gave {answers} to others during {during} runs, to users or to another search: the limit is of "
+        "what they left."
+    ]
 
 
 def _on_samples(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from app.limit.tune_words import came_of, setting_words, verdict_lines
+from app.limit.tune_words import came_of, ran_out, setting_words, verdict_lines
 from app.limit.words import per_second
 from app.render import numbers
 
@@ -16,7 +16,7 @@ def tune_variables(tune: Mapping[str, Any]) -> dict[str, Any]:
     """Tables and sentences."""
     return {
         "verdict": verdict_lines(tune),
-        "is_complete": tune["complete"],
+        "ran_out": ran_out(tune),
         "candidates": [_candidate(one) for one in tune["candidates"]],
         "idle": [f"{one['name']}: {one['idle']}" for one in tune["controls"] if one["idle"]],
         "pairs": [

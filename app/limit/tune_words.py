@@ -20,11 +20,16 @@ def tune_lines(tune: Mapping[str, Any]) -> list[str]:
     return [
         *(["", *_candidates(tune)] if tune["candidates"] else []),
         *[f"{one['name']} was not turned: {one['idle']}." for one in tune["controls"] if one["idle"]],
-        *([] if tune["complete"] or tune.get("unfinished") else [OVER]),
+        *([OVER] if ran_out(tune) else []),
         *(["", *_trade_off(tune["trade_off"])] if tune["trade_off"] else []),
         "",
         *verdict_lines(tune),
     ]
+
+
+def ran_out(tune: Mapping[str, Any]) -> bool:
+    """Whether the time was over before everything was tried; what was ended otherwise has said so."""
+    return not tune["complete"] and not tune.get("unfinished")
 
 
 def setting_words(changes: Mapping[str, Sequence[Any]]) -> str:

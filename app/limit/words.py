@@ -149,7 +149,7 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     begin = "Until then the limit is" if result.get("unfinished") else "The limit is"
     lines = [
         f"{begin} {least}{per_second(limit['requests_per_second'])} requests/s (between "
-        f"{per_second(limit['low'])} and {per_second(limit['high'])}){_bound(limit['bound_by'])}{broken}.",
+        f"{per_second(limit['low'])} and {per_second(limit['high'])}){bound_clause(limit['bound_by'])}{broken}.",
         *([f"{held[0].upper()}{held[1:]}; the limit is told from all runs together."] if held else []),
         f"Just below it: goodput {limit['goodput']:.2f} requests/s, "
         f"{numbers.rate(limit['output_tokens_per_second'])} tokens/s.",
@@ -170,9 +170,10 @@ def held_words(limit: Mapping[str, Any]) -> str:
     return "" if per_second(held) == per_second(estimate) else f"every run held up to {per_second(held)} requests/s"
 
 
-def _bound(bound: str) -> str:
-    unknown, colon, why = bound.partition(": ")
-    return f"; what bound it is {unknown} ({why})" if colon else f", bound by {bound}"
+def bound_clause(bound_by: str) -> str:
+    """What bound a limit, behind its figures: `, bound by …`, or why that is not known."""
+    _, is_unknown, why = bound_by.partition(": ")
+    return f"; what bound it is unknown ({why})" if is_unknown else f", bound by {bound_by}"
 
 
 def broken_words(promise: str) -> str:

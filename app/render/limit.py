@@ -6,11 +6,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from app.limit.against import against_lines
-from app.limit.bounds import bound_words
-from app.limit.remarks import NAMES
+from app.limit.bounds import bound_title, bound_words
+from app.limit.remarks import NAMES, remarks_on_others
 from app.limit.runs import WANTED_SAMPLES
-from app.limit.tune_words import tune_lines, verdict_lines
-from app.limit.words import broken_words, held_words, per_second
+from app.limit.tune_words import OVER, ran_out, tune_lines, verdict_lines
+from app.limit.words import bound_clause, broken_words, held_words, per_second
 from app.live_change import KEYS
 from app.render import numbers
 from app.render.curve import Curve, Limit, Point, draw_curve
@@ -106,12 +106,22 @@ def outcome_variables(told: Mapping[str, Any] | None, limits: Limits) -> dict[st
         "level": level,
         "why": _for_a_form(told["why"])[:MAX_SHOWN],
         "tiles": _tiles(result, told["asked"]) if limit is not None else [],
-        "bound_by": limit["bound_by"].partition(":")[0] if limit is not None else "",
+        "bound_title": bound_title(limit["bound_by"]) if limit is not None else "",
         "bound": bound_words(limit["bound_by"]) if limit is not None else "",
-        "remarks": [*told["remarks"], *(map(_for_a_form, result["remarks"]) if result is not None else [])],
+        "remarks": _remarks(told),
         "few": told["result"] is None and any(told[name] for name in ("curve", "tried", "capacity", "single_user")),
         "tuned": _tuned(told["id"], result.get("tune"), limits) if result is not None else None,
     }
+
+
+def _remarks(told: Mapping[str, Any]) -> list[str]:
+    """Those of the search, and of the command; how many users there were is told once, as the server has counted."""
+    result = told["result"]
+    if result is None:
+        return list(told["remarks"])
+    has_counted = told["asked"]["beside_users"] and told["requests_of_users"]
+    again = remarks_on_others(result["curve"]) if has_counted else []
+    return [*told["remarks"], *[_for_a_form(remark) for remark in result["remarks"] if remark not in again]]
 
 
 def _for_a_form(remark: str) -> str:
@@ -125,15 +135,16 @@ def _tuned(search_id: str, tune: Mapping[str, Any] | None, limits: Limits) -> di
     """What came of tuning: the verdict, the changes that would be for the better, and what was tried."""
     if tune is None:
         return None
-    lines, verdict = tune_lines(tune), verdict_lines(tune)
+    verdict = verdict_lines(tune)
+    tried = [line for line in tune_lines(tune)[: -len(verdict)] if line != OVER]
     changes = {name: pair for name, pair in tune["best"]["changes"].items() if name in KEYS}
     return {
         "id": search_id,
         "verdict": verdict[0],
-        "more_time": "" if tune["complete"] else FIELDS["--duration"],
+        "over": _for_a_form(OVER) if ran_out(tune) else "",
         "changes": list_changes(changes),
         "holds": all(getattr(limits, name) == new for name, (_, new) in changes.items()),
-        "tried": _for_a_form("\n".join(lines[: -len(verdict)]).strip("\n")),
+        "tried": _for_a_form("\n".join(tried).strip("\n")),
     }
 
 
@@ -176,7 +187,7 @@ def kept_variables(briefs: Sequence[Mapping[str, Any]], problem: str) -> dict[st
             "note": brief["note"],
             "beside": brief["beside_users"],
             "limit": _interval(brief),
-            "bound_by": brief["bound_by"],
+            "bound": bound_clause(brief["bound_by"]) if brief["bound_by"] else "",
             "end": ENDS.get(brief["end"], ("", ""))[0],
         }
         for brief in briefs
@@ -219,7 +230,7 @@ def end_words(told: Mapping[str, Any]) -> str:
     if limit is None:
         heading = ENDS.get(told["end"], (told["end"], ""))[0]
         return f"{heading}: {told['why']}".rstrip(".: ")[:MAX_SHOWN]
-    return f"{_interval(limit)}, bound by {limit['bound_by']}"
+    return f"{_interval(limit)}{bound_clause(limit['bound_by'])}"
 
 
 def verdict_of(run: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -359,6 +360,20 @@ async def test_a_search_of_which_nothing_is_kept_can_be_forgotten_and_that_is_in
         ]
 
 
+async def test_where_it_is_not_known_what_bound_a_limit_the_page_says_why(tmp_path: Path) -> None:
+    result = result_of()
+    result["limit"]["bound_by"] = "unknown: the server shows no metrics"
+    async with serve(tmp_path, [{"say": {"event": "result", "result": result}}]) as server:
+        await start(server)
+        await until(server, "it['end']")
+        page = plain((await server.client.get("/ops/limit", headers=HTML)).text)
+        assert "What bound it is not known: the server shows no metrics. The server did not tell how full" in page
+        limit = "5.80 requests/s (5.80 to 6.09) ; what bound it is unknown (the server shows no metrics)"
+        assert limit in page, "among the earlier searches"
+        (entry,) = (await server.client.get("/admin/audit")).json()
+        assert entry["outcome"] == limit.replace(" ;", ";")
+
+
 async def test_what_is_asked_again_is_what_was_asked_but_for_a_recording_that_is_gone(tmp_path: Path) -> None:
     mix = '[[class]]\nname = "a"\nshare = 1\nprompt_tokens = 5\noutput_tokens = 5\n'
     asked = {"workload": "mix", "mix": mix, "factor": 2.5, "itl_p95_seconds": None, "note": "as before", "tune": True}
@@ -391,7 +406,7 @@ async def test_names_that_turn_words_around_are_shown_as_they_are_written(tmp_pa
 
 
 async def test_beside_users_it_is_background_work_and_says_so(tmp_path: Path) -> None:
-    script = [{"chat": 5}, {"wait": str(tmp_path / "go")}, *whole_script()]
+    script = [{"chat": 5}, {"wait": str(tmp_path / "go")}, *whole_script([replace(run, others=3) for run in RUNS])]
     async with (
         open_journal(tmp_path) as journal,
         open_recorder(tmp_path, journal) as recorder,
@@ -408,6 +423,11 @@ async def test_beside_users_it_is_background_work_and_says_so(tmp_path: Path) ->
         told = await until(server, "it['end']")
         assert (told["end"], told["requests_of_users"]) == ("found", 1)
         assert told["remarks"] == ["1 request of users came in while it ran: the figure is of what they left."]
+        given = f"The server gave {3 * len(RUNS)} answers to others"
+        assert any(given in remark for remark in told["result"]["remarks"])
+        page = plain((await server.client.get("/ops/limit", headers=HTML)).text)
+        assert told["remarks"][0] in page
+        assert given not in page, "it is told once"
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -648,6 +668,20 @@ async def test_where_tuning_found_nothing_better_it_says_so(tmp_path: Path) -> N
         assert "<img" not in raw
         refused = await server.client.post(f"/ops/limit/{search_id}/apply")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "nothing_to_apply")
+
+
+@pytest.mark.parametrize(("unfinished", "num_told"), [(None, 1), ("the search was stopped", 0)])
+async def test_that_there_was_no_time_to_try_everything_is_told_once(
+    tmp_path: Path, unfinished: str | None, num_told: int
+) -> None:
+    result = result_of() | {"tune": tuned(believed=False) | {"complete": False, "unfinished": unfinished}}
+    async with serve(tmp_path, [{"say": {"event": "result", "result": result}}]) as server:
+        await start(server)
+        await until(server, "it['end']")
+        page = plain((await server.client.get("/ops/limit", headers=HTML)).text)
+        told = "The time was over before everything was tried; give a larger “Seconds to take”."
+        assert page.count("The time was over") == page.count(told) == num_told
+        assert "One control at a time" in page
 
 
 async def test_what_tuning_needs_is_handed_on(tmp_path: Path) -> None:

@@ -46,4 +46,6 @@ def test_what_tuning_tried_and_found_stands_in_the_report(result: dict[str, Any]
     assert "Measured again with fresh seeds" in page.words
     assert "What the token budget trades, at 3.00 requests/s" in page.words
     assert "The time was over before everything was tried." in page.words
+    stopped = Reader(page_of({**result, "tune": TUNE | {"unfinished": "the search was stopped"}}))
+    assert "The time was over before" not in stopped.words, "it was not"
     assert not Reader(page_of({**result, "tune": hostile(TUNE, "tune")})).outside

@@ -227,7 +227,8 @@ def _is_paced(snapshot: Mapping[str, Any]) -> bool:
         return False
     steps = snapshot["table"]["steps"][-RECENT_STEPS:]
     present = [int(step["budget"]) for step in steps if step["generation"] == config["generation"]]
-    return 2 * sum([budget < config["max_num_batched_tokens"] for budget in present]) > len(present)
+    most: int = config["max_num_batched_tokens"]
+    return 2 * sum([budget < most for budget in present]) > len(present)
 
 
 def _advice_on_seats(snapshot: Mapping[str, Any], waits: str, most_seats: int) -> Advice:

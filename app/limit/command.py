@@ -80,7 +80,7 @@ class Prepared:
         return SENT_PER_COUNTED * self.measure.num_counted / rate + RUN_SECONDS
 
     def seconds_of_all(self, num_runs: int) -> int:
-        """What so many runs take with all that comes before them, about, where no run is made any longer than now."""
+        """What so many runs of one search take with all before them, about, where none is made any longer than now."""
         runs = num_runs * self.seconds_of(FIRST_SHARE * self.capacity)
         return math.ceil(runs / (1 - SINGLE_SHARE - CLOSED_SHARE))
 
@@ -156,6 +156,7 @@ class Looking:
         Args:
             unfinished: why there is no more.
         """
+        wanted = ready.seconds_of_all(self._num_runs) * self._options.num_shares
         return Outcome(
             server=self._server(),
             source=ready.measure.source,
@@ -167,7 +168,7 @@ class Looking:
             settings=self._settings,
             machine=machine_words(),
             unfinished=unfinished,
-            wanted_seconds=ready.seconds_of_all(self._num_runs) if self._was_short else None,
+            wanted_seconds=wanted if self._was_short else None,
         )
 
     def _run(self, measure: HttpMeasure, rate: float, seed: int) -> Run:
@@ -199,19 +200,26 @@ class Looking:
         """So many streams at once, for a share of the time, and for longer where nobody has an answer by then.
 
         Raises:
-            EndpointError: it fails requests; or it takes more of the time than can be spared, with what would do.
+            EndpointError: it fails requests; or it takes more of the time than can be spared, with what would do where
+                that is seen before all of the time is gone.
         """
         options, seconds = self._options, share * self._options.duration
         run = measure.closed(streams, num_requests, seconds, options.seed)
-        while not run.finished and not any(seen.error for seen in run.seen) and seconds < options.deadline:
-            seconds = min(2 * seconds, options.deadline)
+        while not run.finished and not any(seen.error for seen in run.seen):
+            longest = min(options.deadline, options.duration - (time.monotonic() - self._began))
+            if seconds >= longest:
+                break
+            seconds = min(2 * seconds, longest)
             run = measure.closed(streams, num_requests, seconds, options.seed)
         self._check_works(run, streams)
         if run.finished and seconds <= MOST_SHARE * options.duration:
             return run
-        within = f"{self._endpoint.url} finished no request within {min(seconds, MOST_SHARE * options.duration):.3g} s"
-        longer = f"--duration {math.ceil(seconds / MOST_SHARE)} or more, or " if run.finished else ""
-        raise EndpointError(f"{within}; give {longer}a larger --factor.")
+        within, longer = seconds, "" if seconds >= options.deadline else "a larger --duration, or "
+        if run.finished:
+            within = MOST_SHARE * options.duration
+            longer = f"--duration {math.ceil(seconds / MOST_SHARE) * options.num_shares} or more, or "
+        said = f"{self._endpoint.url} finished no request within {within:.3g} s"
+        raise EndpointError(f"{said}; give {longer}a larger --factor.")
 
     def _what_ended_it(self) -> str:
         """That the server serves no more, a sentence without its full stop; empty where it does."""

@@ -45,6 +45,7 @@ class Options:
         gap_cv: of the gaps, for `gamma`.
         requests: that count in each run; `None` takes what fits into the time.
         duration: seconds that all of it may take, aimed at.
+        num_shares: searches among which a longer time was shared out, of which `duration` is the share of one.
         streams: requests at once while the capacity is measured; `None` takes the server's seats.
         deadline: seconds until a request is given up.
         repeats: seeds that are tried near the limit.
@@ -67,6 +68,7 @@ class Options:
     gap_cv: float = 1.0
     requests: int | None = None
     duration: float = DEFAULT_SECONDS
+    num_shares: int = 1
     streams: int | None = None
     deadline: float = DEFAULT_DEADLINE
     repeats: int = 3

@@ -40,7 +40,8 @@ def find_under(names: Sequence[str], find: Find, options: Options, report: Repor
     try:
         for place, name in enumerate(names):
             left = max(1.0, options.duration - (time.monotonic() - began)) / (len(names) - place)
-            outcome = find(name, replace(options, duration=left), partial(_tell, report, name, began, options))
+            asked = replace(options, duration=left, num_shares=len(names))
+            outcome = find(name, asked, partial(_tell, report, name, began, options))
             found[name] = outcome
             counted = max([len(run.seen) for run in outcome.runs], default=None)
             options = replace(options, factor=outcome.source.factor, requests=options.requests or counted)

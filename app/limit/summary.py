@@ -85,7 +85,9 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 3),
     }
     if limit is None:
-        result["why"] = why_not(outcome.single, runs, outcome.capacity, outcome.unfinished, longer)
+        # What has ended the search under another policy is not what this one ran into.
+        own = outcome.policies.get(outcome.policy, outcome)
+        result["why"] = why_not(own.single, runs, own.capacity, own.unfinished, longer)
     if outcome.tune is not None:
         result["tune"] = dict(outcome.tune)
     if outcome.policies:

@@ -27,6 +27,7 @@ class Behaviour:
         pieces_of: tokens of each piece of text.
         refused: words in a body that make it a 400.
         key, metrics_key: that must be given; `None` takes everybody.
+        next_metrics: what they are when they have been asked for once more.
         routes: answers to a GET of other routes, status and body.
         entry: what the list of models says beside the name.
         props: what llama-server tells of itself.
@@ -48,6 +49,7 @@ class Behaviour:
     key: str | None = None
     context: int | None = None
     metrics: str = ""
+    next_metrics: str = ""
     metrics_key: str | None = None
     routes: dict[str, tuple[int, str]] = field(default_factory=dict)
     entry: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/metrics" and behaviour.metrics:
             if not self.is_refused(behaviour.metrics_key):
                 self.answer(200, behaviour.metrics)
+                behaviour.metrics = behaviour.next_metrics or behaviour.metrics
         elif self.path == "/v1/models":
             if self.is_refused(behaviour.key):
                 return

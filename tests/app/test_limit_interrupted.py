@@ -198,6 +198,16 @@ def test_the_policies_that_were_measured_are_compared_and_the_others_named() -> 
         find_under(names, partial(find, "continuous", Ended(signal.SIGTERM)), ASKED, lambda *_: None)
     assert [*raised.value.outcome.policies] == ["static", "dynamic"]
     assert raised.value.number == signal.SIGTERM
+    lost = replace(outcome_with_limit(5.0), runs=outcome_with_limit(5.0).runs[1:])
+
+    def find_last(name: str, *_: object) -> Outcome:
+        return lost if name == "continuous" else cut(signal.SIGTERM, half)(0)
+
+    with pytest.raises(Interrupted) as raised:
+        find_under(("continuous", "static"), find_last, ASKED, lambda *_: None)
+    result = summarize(raised.value.outcome, ASKED)
+    assert result["why"] == result["policies"]["continuous"]["why"]
+    assert result["why"].startswith("The targets hold at no rate that was tried")
     with pytest.raises(Ended, match=str(int(signal.SIGTERM))) as nothing:
         find_under(names, partial(find, "static", Ended(signal.SIGTERM)), ASKED, lambda *_: None)
     assert not isinstance(nothing.value, Interrupted)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import fcntl
 import json
+import math
 import os
+import re
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +24,9 @@ from app.limit.load import Source, WorkClass, check_lengths
 from app.limit.options import Options, make_source
 from app.limit.over_http import HttpMeasure
 from app.limit.own_server import LOCK, PREFIX, open_folder
+from app.limit.policies import find_under
 from app.limit.report import page_of
-from app.limit.runs import Promise
+from app.limit.runs import Promise, Run, Seen
 from app.limit.scrapes import num_answered
 from app.limit.search import highest_held
 from app.limit.statistics import limit_of
@@ -36,9 +40,10 @@ from tests.app.test_limit_policies import SOURCE, TARGETS, outcome_with_limit
 from tests.app.test_limit_search import make_run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from app.limit.runs import Run
+    from app.limit.endpoint import Endpoint
 
 
 def run_at(rate: float, share: float, seed: int = 0) -> Run:
@@ -153,14 +158,10 @@ def test_answers_that_others_got_are_counted_and_told() -> None:
     assert num_answered(before, after) == 23
     assert num_answered("vllm:num_requests_running 0\n", after) is None
     with open_endpoint(metrics=before) as (url, behaviour):
-
-        def grow(*_: object) -> None:
-            """Others have had their answers when half a second of the run is over; the first scrape was before that."""
-            behaviour.metrics = after
-
         measure = HttpMeasure(find_endpoint(url, "chat"), SOURCE, 5, 10.0, idle_seconds=0.0)
         assert measure(60.0, 0).others in (None, 0)
-        seen = replace(measure, report=grow)(6.0, 0)
+        behaviour.next_metrics = after  # others have had their answers when the first scrape of the run is over
+        seen = measure(6.0, 0)
     assert seen.others is not None
     assert 23 - 12 <= seen.others <= 23 - 8
     runs = [replace(run, others=seen.others) for run in BY_CHANCE[:2]]
@@ -172,16 +173,99 @@ def test_answers_that_others_got_are_counted_and_told() -> None:
     assert any(remark.startswith(said) for remark in result["remarks"])
 
 
-@pytest.mark.slow
-def test_a_time_that_is_too_short_is_told_with_one_that_is_not() -> None:
-    def look(url: str, duration: float) -> Looking:
-        asked = Options(targets=SloTargets(9.0, None, None), factor=400.0, duration=duration, streams=2)
-        return Looking(find_endpoint(url, "chat"), make_source(asked), asked, lambda *_: None)
+class VirtualTime:
+    """A clock, and a server that answers each request after so many seconds of it."""
 
-    with open_endpoint(first_seconds=0.6) as (url, _):
-        with pytest.raises(EndpointError, match=r"within 0.5 s; give --duration 4 or more, or a larger --factor"):
-            look(url, 2.0).find()
-        assert look(url, 4.0).prepare().single.finished
+    def __init__(self, answer_seconds: float) -> None:
+        self.now, self._answer_seconds = 0.0, answer_seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def measure(self, _endpoint: Endpoint, source: Source, *_: object) -> VirtualTime:
+        self.source = source
+        return self
+
+    num_counted = 50
+
+    def closed(self, num_streams: int, _num_requests: int, seconds: float, _seed: int) -> Run:
+        self.now += seconds
+        stay = self._answer_seconds if self._answer_seconds <= seconds else None
+        seen = [Seen(0.0, 0.0, seconds, stay, stay, 10, 5, 4, 0)] * num_streams
+        return Run(num_streams / stay if stay else 0.0, 0, self.source.promise, tuple(seen))
+
+    def __call__(self, rate: float, seed: int) -> Run:
+        self.now += self.num_counted / rate
+        return make_run(rate, seed, ttft=lambda _: 0.1)
+
+
+@contextmanager
+def looking(answer_seconds: float, **options: Any) -> Iterator[tuple[VirtualTime, Looking]]:
+    """At a server in virtual time."""
+    clock = VirtualTime(answer_seconds)
+    asked = Options(targets=SloTargets(999.0, None, None), factor=400.0, streams=2, **options)
+    with open_endpoint() as (url, _), pytest.MonkeyPatch.context() as patched:
+        patched.setattr("app.limit.command.time", clock)
+        patched.setattr("app.limit.command.HttpMeasure", clock.measure)
+        yield clock, Looking(find_endpoint(url, "chat"), make_source(asked), asked, lambda *_: None)
+
+
+@pytest.mark.parametrize("num_shares", [1, 3])
+def test_a_time_that_is_too_short_is_told_with_one_that_is_not(num_shares: int) -> None:
+    with looking(20.0, duration=60.0, num_shares=num_shares) as (clock, look):
+        with pytest.raises(EndpointError, match=r"no request within 15 s; give .* or more, or a larger") as told:
+            look.find()
+        assert clock.now <= 60
+    (duration,) = re.findall(r"--duration (\d+) ", str(told.value))
+    assert int(duration) == 120 * num_shares
+    with looking(20.0, duration=int(duration) / num_shares) as (_, look):
+        assert look.prepare().single.finished
+
+
+@pytest.mark.parametrize(
+    ("duration", "deadline", "said"),
+    [
+        (60.0, 120.0, "within 30 s; give a larger --duration, or a larger --factor."),
+        (480.0, 10.0, "within 30 s; give a larger --factor."),
+        (480.0, 90.0, "within 90 s; give a larger --factor."),
+    ],
+)
+def test_whether_an_answer_comes_at_all_is_waited_for_no_longer_than_there_is_time(
+    duration: float, deadline: float, said: str
+) -> None:
+    with looking(math.inf, duration=duration, deadline=deadline) as (clock, look):
+        with pytest.raises(EndpointError) as told:
+            look.find()
+        assert str(told.value).endswith(said)
+        assert clock.now <= duration
+
+
+@pytest.mark.slow
+def test_of_a_server_that_gives_no_answer_a_closed_loop_has_none() -> None:
+    with open_endpoint() as (url, behaviour):
+        measure = HttpMeasure(find_endpoint(url, "chat"), SOURCE, 5, 10.0)
+        behaviour.first_seconds = 600.0
+        run = measure.closed(2, 5, 0.2, 0)
+    assert (run.finished, run.rate, [seen.error for seen in run.seen]) == ([], 0.0, ["", ""])
+
+
+def test_what_a_search_takes_is_told_of_all_that_share_the_time() -> None:
+    found = []
+    for num_shares in (1, 3):
+        with looking(2.0, duration=120.0, num_shares=num_shares) as (_, look):
+            found.append(look.find().wanted_seconds or 0)
+    assert found[1] == 3 * found[0] > 0
+    shared: list[tuple[float, int]] = []
+
+    def find(name: str, options: Options, _report: object) -> Outcome:
+        shared.append((options.duration, options.num_shares))
+        return replace(outcome_with_limit({"static": 2.0, "continuous": 5.0}[name]), wanted_seconds=400)
+
+    options = Options(targets=TARGETS, duration=300.0)
+    result = summarize(find_under(("static", "continuous"), find, options, lambda *_: None), options)
+    assert [(round(duration), num) for duration, num in shared] == [(150, 2), (300, 2)]
+    said = "Only 1 of 3 seeds were tried: there was no time for more, give --duration 400 or more."
+    assert all(said in one["remarks"] for one in (result, *result["policies"].values()))
 
 
 def test_what_a_whole_search_takes_is_said_where_there_was_no_time_for_it() -> None:
@@ -190,6 +274,9 @@ def test_what_a_whole_search_takes_is_said_where_there_was_no_time_for_it() -> N
     assert "Only 1 of 3 seeds were tried: there was no time for more, give --duration 77 or more." in remarks
     lost = summarize(replace(outcome, runs=outcome.runs[1:]), Options(targets=TARGETS, duration=20.0))
     assert lost["why"].endswith("no time for lower ones, give --duration 77 or more, or a larger --factor.")
+    cut = summarize(replace(outcome, unfinished="It was interrupted"), Options(targets=TARGETS, duration=20.0))
+    assert "Only 1 of 3 seeds were tried." in cut["remarks"]
+    assert not any("--duration" in remark for remark in cut["remarks"])
 
 
 def test_what_killed_processes_have_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from app.api.errors import ApiError
 from app.api.requests import FORM_TYPE, read_fields, read_json
 from app.audit import timestamp
 from app.config_schema import KeyLimits, is_loopback
+from app.render import numbers
 from app.render.keys import LIMIT_TITLES, page_variables
 from app.render.templates import make_environment
 from app.security import ADMIN_COOKIE
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("relevo.keys")
 
 MAX_NAME_LENGTH: Final = 64
+# How a revocation ended that the disk did not take.
+NOT_WRITTEN: Final = "refused from then on, but not written down at once"
 
 
 class NewKey(KeyLimits):
@@ -60,7 +63,7 @@ def keys_blueprint(context: Context) -> Blueprint:
     async def make_from_form() -> Response:
         form = await read_fields()
         try:
-            record, secret = await _make(keys, parse_form(form))
+            record, secret = await _make(context, parse_form(form))
         except ApiError as error:
             return await page(error.status, typed=form, error={"field": error.param, "message": str(error)})
         return await page(201, made={"name": record.name, "secret": secret})
@@ -73,31 +76,31 @@ def keys_blueprint(context: Context) -> Blueprint:
     async def make() -> Response:
         if request.mimetype == FORM_TYPE:
             return await make_from_form()
-        record, secret = await _make(keys, parse_new_key(await read_json()))
+        record, secret = await _make(context, parse_new_key(await read_json()))
         return _as_json({**_entry(keys, record), "key": secret}, 201)
 
     @blueprint.delete("/admin/keys/<key_id>")
     async def revoke(key_id: str) -> Response:
-        await _revoke(keys, key_id)
+        await _revoke(context, key_id)
         return _as_json(view(keys))
 
     @blueprint.post("/admin/keys/<key_id>/revoke")
     async def revoke_from_form(key_id: str) -> Response | WerkzeugResponse:
         try:
-            await _revoke(keys, key_id)
+            await _revoke(context, key_id)
         except ApiError as error:
             return await page(error.status, error={"field": None, "message": str(error)})
         return redirect("/admin/keys", 303)
 
     @blueprint.delete("/admin/keys")
     async def forget() -> Response:
-        await _forget(keys)
+        await _forget(context)
         return _as_json(view(keys))
 
     @blueprint.post("/admin/keys/forget")
     async def forget_from_form() -> Response | WerkzeugResponse:
         try:
-            await _forget(keys)
+            await _forget(context)
         except ApiError as error:
             return await page(error.status, error={"field": None, "message": str(error)})
         return redirect("/admin/keys", 303)
@@ -173,19 +176,30 @@ def parse_form(form: Mapping[str, str]) -> NewKey:
     return parse_new_key(data)
 
 
-async def _make(keys: KeyService, wanted: NewKey) -> tuple[KeyRecord, str]:
-    record, secret = await keys.make(wanted.name, wanted.limits)
+async def _make(context: Context, wanted: NewKey) -> tuple[KeyRecord, str]:
+    record, secret = await context.keys.make(wanted.name, wanted.limits)
+    context.journal.begin_deed(f"API key {record.name!r} made", g.who, outcome="done")
     log.info("%s made the API key %r", g.who, record.name)
     return record, secret
 
 
-async def _revoke(keys: KeyService, key_id: str) -> None:
+async def _revoke(context: Context, key_id: str) -> None:
     if not (key_id.isascii() and key_id.isdigit() and len(key_id) < 20):
         raise ApiError(404, "Keys go by their number; those of the configuration have none.", code="key_not_found")
-    await keys.revoke(int(key_id))
+    valid = [r.name for r in context.keys.keyring if r.key_id == int(key_id) and r.revoked is None]
+    outcome = NOT_WRITTEN  # it is refused from now on, whatever comes of the rest
+    try:
+        await context.keys.revoke(int(key_id))
+        outcome = "done"
+    finally:
+        for name in valid:
+            context.journal.begin_deed(f"API key {name!r} revoked", g.who, outcome=outcome)
     log.info("%s revoked the API key %s", g.who, key_id)
 
 
-async def _forget(keys: KeyService) -> None:
-    await keys.forget_revoked()
+async def _forget(context: Context) -> None:
+    number = sum(record.revoked is not None for record in context.keys.keyring)
+    await context.keys.forget_revoked()
+    if number:
+        context.journal.begin_deed(f"{numbers.plural(number, 'revoked API key')} forgotten", g.who, outcome="done")
     log.info("%s had the revoked API keys forgotten", g.who)

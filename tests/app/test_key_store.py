@@ -15,6 +15,7 @@ import pytest
 import trio
 
 from app import key_service
+from app.admin_keys import NOT_WRITTEN
 from app.config import load_settings, state_dir
 from app.config_schema import KeyLimits
 from app.key_store import FILE_NAME, SCHEMA_VERSION, StateError, has_keys, open_store
@@ -221,6 +222,8 @@ async def test_a_disk_that_fails_later_is_told_and_a_revoked_key_is_refused_all_
             assert (await listed(server))["unwritten"] == [1]
             page = (await server.client.get("/admin/keys", headers=HTML)).text
             assert "That alice is revoked holds, but is not written down yet" in page
+            entry = (await server.client.get("/admin/audit")).json()[-1]
+            assert (entry["deed"], entry["outcome"]) == ("API key 'alice' revoked", NOT_WRITTEN)
         if written_by == "asking again":
             assert (await server.client.delete("/admin/keys/1")).json()["unwritten"] == []
         elif written_by == "another change":

@@ -134,6 +134,37 @@ async def test_there_are_only_so_many(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "too_many_keys")
 
 
+async def test_who_makes_and_revokes_keys_is_in_the_history_and_no_key_itself(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
+        secret = await make(server, "alice")
+        refused = [
+            await server.client.post("/admin/keys", json={"name": "alice"}),
+            await server.client.delete("/admin/keys/77"),
+        ]
+        assert [answer.status_code for answer in refused] == [409, 404]
+        await server.client.post("/admin/keys", data={"name": HOSTILE}, headers=HTML)
+        for _ in range(2):  # the second time it is revoked already
+            await server.client.delete("/admin/keys/1")
+        await server.client.post("/admin/keys/2/revoke", headers=FORM)
+        for _ in range(2):
+            await server.client.delete("/admin/keys")
+        answer = await server.client.get("/admin/audit")
+        assert [(entry["who"], entry["deed"], entry["outcome"]) for entry in answer.json()] == [
+            ("127.0.0.1", deed, "done")
+            for deed in (
+                "API key 'alice' made",
+                f"API key {HOSTILE!r} made",
+                "API key 'alice' revoked",
+                f"API key {HOSTILE!r} revoked",
+                "2 revoked API keys forgotten",
+            )
+        ]
+        page = (await server.client.get("/admin", headers=HTML)).text
+        assert "API key &#39;alice&#39; revoked" in page
+        assert "<img src=x" not in page
+        assert secret not in answer.text + page
+
+
 async def test_many_at_once_are_all_kept(tmp_path: Path) -> None:
     async with serve(tmp_path) as server:
         secrets: list[str] = []

@@ -163,8 +163,8 @@ CHUNK, MIXED = ((2048, 2048),), ((1999, 1),) * 64 + ((0, 1024), (512, 512))
 
 
 def main_cases() -> list[Case]:
-    """Decode of many rows, of few, prefill, both; then other heads, sizes and dtypes."""
-    rows = (MANY, FEW, MIXED, SHORT, ((32767, 1),), ((8191, 1),) * 8, ((0, 4096),), CHUNK, ((0, 128),) * 16)
+    """Decode of few rows, prefill beside decode, decode of many rows, prefill; then other heads, sizes and dtypes."""
+    rows = (FEW, MIXED, MANY, SHORT, ((32767, 1),), ((8191, 1),) * 8, ((0, 4096),), CHUNK, ((0, 128),) * 16)
     shapes = [Shape(each) for each in rows]
     many, mixed = Shape(MANY), Shape(MIXED)
     shapes += [Shape(each, cache_dtype=FLOAT8) for each in (MANY, FEW, MIXED)]

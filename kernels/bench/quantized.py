@@ -101,8 +101,8 @@ def _cases(shapes: list[Shape]) -> list[Case]:
 
 
 def main_cases() -> list[Case]:
-    """Decode of one row and of many, and a chunk; Llama-3.1-8B's and SmolLM2-135M's shapes, and every kind."""
-    counts = (1, 16, 2048, 32, 64)
+    """Decode of many rows, a chunk, decode of one; Llama-3.1-8B's and SmolLM2-135M's shapes, and every kind."""
+    counts = (16, 2048, 1, 32, 64)
     shapes = [Shape(tokens, 4096, 4096) for tokens in counts]
     shapes += [Shape(tokens, *size) for size in ((28672, 4096), (4096, 14336)) for tokens in (1, 16, 2048)]
     shapes += [Shape(tokens, 4096, 4096, bits) for bits in (8, 6, 5) for tokens in counts]

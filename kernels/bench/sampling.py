@@ -159,8 +159,8 @@ def main_cases() -> list[Case]:
     cases = []
     for num_rows, vocab_size in ((256, 151_936), (16, 151_936), (1, 128_256)):
         shape = f"{num_rows} × {vocab_size}"
-        for name, kinds in (("greedy and plain", PLAIN), ("top-k, top-p, min-p", FILTERED)):
-            for rounded in (torch.bfloat16, torch.float32):
+        for rounded in (torch.float32, torch.bfloat16):
+            for name, kinds in (("greedy and plain", PLAIN), ("top-k, top-p, min-p", FILTERED)):
                 make = partial(make_draw, kinds, num_rows, vocab_size, rounded)
                 cases.append(Case("sample", f"{shape}, {name}, {NAMES[rounded]}", make))
     cases.append(Case("apply_token_mask", "64 of 256 × 151936", partial(make_mask, 64, 256, 151_936)))

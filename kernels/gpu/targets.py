@@ -26,7 +26,7 @@ from kernels.bench.registry import main_cases
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-START, END = "<!-- kernels.gpu.targets -->", "<!-- end of kernels.gpu.targets -->"
+END = "<!-- end of kernels.gpu.targets -->"
 
 
 class Device(NamedTuple):
@@ -199,12 +199,17 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def update(path: Path, text: str) -> None:
-    """Put a text between the two marks of a file."""
-    before, start, rest = path.read_text(encoding="utf-8").partition(START)
+def update(path: Path, kernels: Sequence[str], text: str) -> None:
+    """Put the table of these kernels between its two marks of a file, of which the first names them.
+
+    Raises:
+        SystemExit: the file lacks the marks.
+    """
+    mark = f"<!-- {' '.join(('kernels.gpu.targets', *kernels))} -->"
+    before, start, rest = path.read_text(encoding="utf-8").partition(mark)
     _, end, after = rest.partition(END)
     if not end:
-        raise SystemExit(f"{path} has no place for the table: put the lines {START} and {END} where it belongs")
+        raise SystemExit(f"{path} has no place for the table: put the lines {mark} and {END} where it belongs")
     path.write_text(f"{before}{start}\n{text}\n{end}{after}", encoding="utf-8")
 
 
@@ -215,11 +220,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernel", nargs="+", default=[], help="only these")
     parser.add_argument("--first", type=int, metavar="N", help="only the first cases of each kernel")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
-    parser.add_argument("--update", type=Path, help="a file with marks to put the table between")
+    parser.add_argument("--update", type=Path, help="a file with marks for these kernels' table")
     options = parser.parse_args(argv)
     rows = compile_cases(options.target, options.kernel, options.first)
     if options.update:
-        update(options.update, table(rows))
+        update(options.update, options.kernel, table(rows))
     else:
         print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))
 

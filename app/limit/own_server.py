@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory, gettempdir
@@ -89,8 +89,10 @@ def _sweep(among: Path) -> None:
                 continue
             if time.time() - kind.st_mtime < FRESH_SECONDS:  # its lock may be about to be taken
                 continue
-            with (folder / LOCK).open("rb") as owner:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with ExitStack() as lock:
+                with suppress(FileNotFoundError):  # who made the folder was killed before there was one
+                    owner = lock.enter_context((folder / LOCK).open("rb"))
+                    fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 rmtree(folder)
 
 

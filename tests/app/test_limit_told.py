@@ -281,16 +281,19 @@ def test_what_a_whole_search_takes_is_said_where_there_was_no_time_for_it() -> N
 
 def test_what_killed_processes_have_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, used, fresh, foreign = (tmp_path / f"{PREFIX}{name}" for name in ("left", "used", "fresh", "foreign"))
+    names = ("left", "used", "fresh", "foreign", "bare", "begun")
+    left, used, fresh, foreign, bare, begun = (tmp_path / f"{PREFIX}{name}" for name in names)
     for folder in (left, used, fresh):
         folder.mkdir()
         (folder / LOCK).touch()
         (folder / "log").touch()
     foreign.symlink_to(left)
-    for folder in (left, used):
+    for folder in (bare, begun):  # without a lock: of one who was killed too early, and of one who is about to make it
+        folder.mkdir()
+    for folder in (left, used, bare):
         os.utime(folder, (0, time.time() - 120))
     with (used / LOCK).open("rb") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         with open_folder() as (mine, _):
-            assert {*tmp_path.iterdir()} == {used, fresh, foreign, mine}
-        assert {*tmp_path.iterdir()} == {used, fresh, foreign}
+            assert {*tmp_path.iterdir()} == {used, fresh, foreign, begun, mine}
+        assert {*tmp_path.iterdir()} == {used, fresh, foreign, begun}

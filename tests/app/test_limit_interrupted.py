@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ from tests.app.test_limit_tune import OPTIONS, SEATS_CONTROL, Made, hill, timele
 from tests.app.test_limit_tune_live import process, served  # noqa: F401 - fixtures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from app.limit.runs import Run
@@ -151,6 +152,25 @@ def test_whoever_interrupts_when_all_is_measured_waits_until_it_is_told(number: 
     assert json.loads(path.read_text())["unfinished"] is None
     assert any(line.startswith("The limit is 2.02 requests/s") for line in lines)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_whoever_interrupts_while_the_server_ends_that_was_started_loses_nothing(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def open_server(_flags: object) -> Iterator[str]:
+        with open_endpoint() as (url, _):
+            yield url
+        raise Ended(signal.SIGTERM)
+
+    monkeypatch.setattr("app.limit.own_server.open_own_server", open_server)
+    monkeypatch.setattr("app.cli.limit.fetch", lambda _model: None)
+    monkeypatch.setattr(Looking, "find", lambda _self: outcome_with_limit(2.0))
+    path = tmp_path / "x.json"
+    code, out, err = run("limit", "--json", path)
+    assert (code, err) == (143, "")
+    assert "The limit is 2.02 requests/s" in out
+    assert json.loads(path.read_text())["unfinished"] is None
 
 
 def test_a_second_time_it_does_not_wait() -> None:

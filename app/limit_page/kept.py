@@ -7,6 +7,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from app.files import write_whole
 from app.limit_page.search import make_brief
 
 if TYPE_CHECKING:
@@ -36,13 +37,7 @@ class KeptSearches:
             OSError: the disk does not take it.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(told["id"])
-        half = path.with_suffix(".part")
-        try:
-            half.write_text(json.dumps(told), encoding="utf-8")
-            half.replace(path)
-        finally:
-            half.unlink(missing_ok=True)
+        write_whole(self._path(told["id"]), json.dumps(told))
         for old in self._names()[MAX_KEPT:]:
             self._path(old).unlink(missing_ok=True)
 

@@ -124,7 +124,9 @@ async def check_noise(runner: LateRunner, num_blocks: int, silent_ids: tuple[int
             for index, request in enumerate(asked):
                 nursery.start_soon(answer, index)
                 if index % 3 == 1:
-                    gone = replace(request, request_id=f"gone{index}", params=replace(request.params, seed=index))
+                    # Long enough not to end by itself before its reader has seen enough.
+                    params = replace(request.params, seed=index, max_tokens=20)
+                    gone = replace(request, request_id=f"gone{index}", params=params)
                     nursery.start_soon(leave_early, engine, gone, 2 + index)
         await engine.wait_idle()
         told = engine.snapshot()

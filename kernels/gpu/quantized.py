@@ -156,7 +156,7 @@ def quantized_linear_kernel(
 
 
 def choose_tiles(num_tokens: int, num_rows: int, bits: int, dtype: torch.dtype) -> Tiles:
-    """The cut for a shape: what compiles without spills, see kernels/RESULTS.md; no device has timed it yet.
+    """The cut for a shape: what compiles with few spills or none, see kernels/RESULTS.md; no device has timed it yet.
 
     With few tokens the codes are most of what is read, and many small programs read them fastest; the more tokens
     there are, the more rows must share what is read of those.

@@ -6,9 +6,10 @@ and each sending its next request when its last answer is complete. Then come ru
 those is what the run at three times the capacity is compared with. Meanwhile two probes are asked ten times a second,
 each on a connection of its own, and at the end of the load a client of the `openai` package asks with two retries.
 
-A request is good when its first token came within `--ttft` and at most 5 % of the gaps behind it were longer than
-`--itl`, both in seconds, as the server's own targets say. What is not answered `--grace` seconds after the last request
-was due is given up.
+A request is good when its first token came within `--ttft` and at most 5 % of the gaps between its tokens were longer
+than `--itl`, both in seconds, as the server's own targets say: tokens that come together have no gap between them.
+Prompts are words, so that answers are words, too: half a character that a token leaves is not sent before the rest.
+What is not answered `--grace` seconds after the last request was due is given up.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ OVERLOAD: Final = 3.0
 REFUSED: Final = "HTTP 503"
 REFUSED_SECONDS: Final = 0.5  # that a stream waits with its next request while the capacity is measured
 SEED: Final = 1
+# Each is a token, with the space before it.
+WORDS: Final = (
+    "the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his",
+    "they", "at", "be", "this", "from", "have", "or", "by", "one", "had", "not", "but", "what", "all", "were",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -50,6 +56,7 @@ class Call:
     """A request: when it was due and was sent, on this process's clock, and what came of it."""
 
     due: float
+    length: int  # tokens of the answer
     sent: float = 0.0
     answer: Answer = field(default_factory=lambda: Answer(0))
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
@@ -63,7 +70,7 @@ class Call:
         """Whether it kept both targets."""
         answer = self.answer
         slow = sum([gap > itl for gap in answer.gaps])
-        return not answer.error and answer.first - self.due <= ttft and slow <= 0.05 * max(1, len(answer.gaps))
+        return not answer.error and answer.first - self.due <= ttft and slow <= 0.05 * (self.length - 1)
 
 
 class Client:
@@ -85,8 +92,9 @@ class Client:
 
         async def stream() -> None:
             while True:
-                call = Call(time.perf_counter())
-                await self._send(call, self._request())
+                request, length = self._request()
+                call = Call(time.perf_counter(), length)
+                await self._send(call, request)
                 if call.is_refused:
                     await asyncio.sleep(REFUSED_SECONDS)
                 else:
@@ -103,9 +111,9 @@ class Client:
         calls, tasks = [], []
         due = begin = time.perf_counter()
         while (due := due + self._random.expovariate(rate)) < begin + seconds:
-            request = self._request()
+            request, length = self._request()
             await asyncio.sleep(due - time.perf_counter())
-            calls.append(Call(due))
+            calls.append(Call(due, length))
             tasks.append(asyncio.create_task(self._send(calls[-1], request)))
         if tasks:
             await asyncio.wait(tasks, timeout=self._options.grace)
@@ -144,21 +152,15 @@ class Client:
         if call.pieces and b" 503 " in call.pieces[0][1][:20]:
             read_whole(call.answer, call.pieces)
 
-    def _request(self) -> bytes:
-        """A streamed completion of random lengths, whose prompt begins like no other."""
-        low, high = self._options.prompt
-        number = next(self._numbers)
-        prompt = [
-            number % 250,
-            number // 250 % 250,
-            *self._random.choices(range(250), k=self._random.randint(low, high)),
-        ]
+    def _request(self) -> tuple[bytes, int]:
+        """A streamed completion of random lengths, whose prompt begins like no other, and the length of its answer."""
+        number, words = next(self._numbers), self._random.choices(WORDS, k=self._random.randint(*self._options.prompt))
         length = self._random.randint(*self._options.output)
         body = {
-            "model": self._model, "prompt": prompt, "max_tokens": length, "min_tokens": length, "ignore_eos": True,
-            "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+            "model": self._model, "prompt": f"{number} {' '.join(words)}", "max_tokens": length, "min_tokens": length,
+            "ignore_eos": True, "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        return make_request(self._port, PATH, body)
+        return make_request(self._port, PATH, body), length
 
 
 async def measure(client: Client, options: argparse.Namespace) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--grace", type=float, default=30.0)
     parser.add_argument("--ttft", type=float, default=2.0)
     parser.add_argument("--itl", type=float, default=0.25)
-    parser.add_argument("--prompt", type=int, nargs=2, default=(32, 256), metavar=("LEAST", "MOST"))
+    parser.add_argument("--prompt", type=int, nargs=2, default=(32, 256), metavar=("LEAST", "MOST"), help="words")
     parser.add_argument("--output", type=int, nargs=2, default=(16, 64), metavar=("LEAST", "MOST"))
     parser.add_argument("--json", type=Path)
     return parser.parse_args(words)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from app.limit.summary import Outcome
 
@@ -60,14 +60,8 @@ def ended_like_a_key() -> Iterator[None]:
     def interrupt(number: int, _frame: object) -> None:
         raise Ended(number)
 
-    # What is ignored stays so: `nohup` is to outlive its terminal.
-    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
-    try:
+    with _hearing((signal.SIGTERM, signal.SIGHUP), interrupt):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -87,12 +81,19 @@ def uninterrupted(*, first_only: bool = False) -> Iterator[None]:
         if first_only and len(came) > 1:
             raise Ended(number)
 
-    heard = [one for one in ENDING if signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heard}
+    with _hearing(ENDING, note):
+        yield
+    if came:
+        raise Ended(came[0])
+
+
+@contextmanager
+def _hearing(numbers: Sequence[int], handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Have these signals handled so; what is ignored stays so: `nohup` is to outlive its terminal."""
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:
-        raise Ended(came[0])
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -45,6 +45,7 @@ async def test_fifty_watchers_cost_one_rendering_a_tick(autojump_clock: MockCloc
             seen += names_of(chunk)
 
     async def live() -> None:
+        await trio.sleep(0.5)  # between two looks: in which order tasks of one moment run is left to chance
         while True:
             engine.advance()
             await trio.sleep(1)

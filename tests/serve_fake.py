@@ -52,6 +52,7 @@ async def serve(options: dict[str, Any], tell: Callable[[str], None]) -> None:
         ):
             config = replace(config, first_generation=journal.audit.generation)
             async with open_fake_engine(config, **options) as engine:
+                listener.listen()  # whoever is told the address may come at once
                 tell(f"http://127.0.0.1:{listener.getsockname()[1]}")
                 make_searches = partial(LimitSearches, kept=KeptSearches(folder / "limits"), command=command)
                 await serve_engine(settings, engine, listener, keys, journal, None, recorder, make_searches)

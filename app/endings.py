@@ -73,12 +73,13 @@ class Ending:
 
     @classmethod
     def of(cls, handle: Handle, record: RequestRecord | None, request_id: str, now: float) -> Ending:
-        """Of a handle, with what the engine wrote down of it; `None` where it was given up at the door."""
+        """Of a handle, with what the engine wrote down of it; `None` where it came no further than the door."""
         request = handle.request
         if record is None:
             return cls(
                 request_id, handle.request_id, request.key_name, "background" if request.background else "interactive",
-                "abort", handle.abort_cause, handle.arrival_time, now, handle.num_prompt_tokens,
+                "error" if handle.abort_cause is None else "abort", handle.abort_cause, handle.arrival_time, now,
+                handle.num_prompt_tokens,
             )  # fmt: skip
         ended = now if record.closed is None else record.closed
         lost = [(span.began, span.ended or ended) for span in record.spans if span.phase == "preempted"]
@@ -141,7 +142,7 @@ class Endings:
     def _tell(self, handle: Handle, record: RequestRecord | None) -> None:
         """Called by the engine's task, which must go on whatever happens here."""
         origin = self._origins.pop(handle.sequence_id, None)
-        is_refused = record is None and handle.abort_cause is None
+        is_refused = handle.sequence is None and handle.abort_cause is None
         try:
             ending = Ending.of(handle, record, "" if origin is None else origin.request_id, trio.current_time())
             if self._recorder is not None:

@@ -138,6 +138,7 @@ class RequestLog:
         self._max_finished = max_finished
         self._last_time = 0.0
         self._open: dict[int, RequestRecord] = {}
+        self._left: dict[int, RequestRecord] = {}  # the scheduler has no more of these, whoever asked is to be told
         self._finished: dict[int, RequestRecord] = {}
         self._behind: set[int] = set()  # those that sit and whose last row did not lead to a new token
         self._num_tokens = 0
@@ -217,12 +218,13 @@ class RequestLog:
         record.finish_span(self.last_step, now)
         sequence, record.sequence = record.sequence, None
         record.copy_counts(sequence)
-        self._finished.setdefault(sequence_id, record)
         if self.keep_tokens:
             end = record.num_prompt_tokens + record.num_output_tokens
             record.tokens = array("I", sequence.token_ids[:end])
-            self._num_tokens += len(record.tokens)
-        self._forget()
+        if record.closed is None:
+            self._left[sequence_id] = record
+        else:
+            self._keep(record)
 
     def close(
         self,
@@ -236,19 +238,17 @@ class RequestLog:
         last_token: float | None,
     ) -> None:
         """It has ended for whoever asked, a moment before or after the scheduler let go of it."""
-        record = self._finished.get(number) or self._open.get(number)
+        record = self._left.pop(number, None) or self._open.get(number)
         if record is None:
             return
         record.reason, record.cause, record.error = reason, cause, error
         record.closed, record.last_token = now, last_token
         record.num_output_tokens = num_output_tokens
-        self._finished.pop(number, None)
-        self._finished[number] = record
-        self._forget()
+        self._keep(record)
 
     def find(self, number: int) -> RequestRecord | None:
         """The request of that number, if it is open or has not been forgotten."""
-        record = self._open.get(number) or self._finished.get(number)
+        record = self._open.get(number) or self._left.get(number) or self._finished.get(number)
         if record is not None and record.sequence is not None:
             record.copy_counts(record.sequence)
         return record
@@ -263,7 +263,7 @@ class RequestLog:
     @property
     def finished(self) -> Iterator[RequestRecord]:
         """Those that have ended, the last one first."""
-        return (record for record in reversed(self._finished.values()) if record.closed is not None)
+        return reversed(self._finished.values())
 
     def _read(self, batch: ScheduledBatch, planned: float, finished: float) -> set[int]:
         """Rows that do more than to continue an answer by one token: each is a span of its own.
@@ -302,8 +302,10 @@ class RequestLog:
         if record is not None and (record.spans[-1].ended is not None or record.spans[-1].phase == "idle"):
             record.begin(Span("decode", record.seat, step, planned), step, planned)
 
-    def _forget(self) -> None:
-        """Let go of what is beyond the bounds, the oldest first."""
+    def _keep(self, record: RequestRecord) -> None:
+        """It has ended for whoever asked. Let go of what is beyond the bounds, the oldest first."""
+        self._finished[record.number] = record
+        self._num_tokens += len(record.tokens)
         while len(self._finished) > self._max_finished:
             self._num_tokens -= len(self._finished.pop(next(iter(self._finished))).tokens)
         if self._num_tokens > MAX_KEPT_TOKENS:

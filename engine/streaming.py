@@ -168,11 +168,35 @@ class Streaming:
             handle.abort("slow_client")
 
     def _close(self, stream: _Stream, reason: FinishReason, now: float, error: str | None) -> None:
-        handle, times = stream.handle, stream.times
+        """Tell the end. Where something of it cannot be told the request's place is free all the same."""
+        handle = stream.handle
         del self._streams[handle.sequence_id]
+        try:
+            reason, error = self._close_outbox(stream, reason, error)
+            try:
+                self._stats.record_finish(stream.times, now, reason.value, handle.abort_cause)
+            finally:
+                self._requests.close(
+                    handle.sequence_id,
+                    now,
+                    reason=reason.value,
+                    cause=handle.abort_cause,
+                    error=error if reason is FinishReason.ERROR else None,
+                    num_output_tokens=stream.times.num_output_tokens,
+                    last_token=stream.times.last_token,
+                )
+        except Exception:
+            log.exception("the end of request %s could not be told everywhere", handle.request_id)
+        finally:
+            self._on_closed(handle)
+
+    def _close_outbox(
+        self, stream: _Stream, reason: FinishReason, error: str | None
+    ) -> tuple[FinishReason, str | None]:
+        """Give the last text. Gives how the request has ended, which is an error where there is something wrong."""
+        handle, times, detokenizer = stream.handle, stream.times, stream.detokenizer
         times.num_prompt_tokens = handle.num_prompt_tokens
         usage = Usage(times.num_prompt_tokens, times.num_output_tokens, stream.num_cached_tokens, _timing(times))
-        detokenizer = stream.detokenizer
         try:
             text = detokenizer.finish()
             handle.outbox.close(text, reason, usage, error, detokenizer.take_logprobs(), detokenizer.stopped)
@@ -183,17 +207,7 @@ class Streaming:
                 handle.outbox.close("", reason, usage, error)
         if handle.abort_cause is not None:
             reason = FinishReason.ABORT  # it came to an end by itself after the caller had left
-        self._stats.record_finish(times, now, reason.value, handle.abort_cause)
-        self._requests.close(
-            handle.sequence_id,
-            now,
-            reason=reason.value,
-            cause=handle.abort_cause,
-            error=error if reason is FinishReason.ERROR else None,
-            num_output_tokens=times.num_output_tokens,
-            last_token=times.last_token,
-        )
-        self._on_closed(handle)
+        return reason, error
 
     def _is_slow(self, handle: Handle, now: float) -> bool:
         since = handle.outbox.unread_since

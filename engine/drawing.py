@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
     from engine.batch import TokenLogprobs
     from engine.constraint import Constraint, ConstraintState
-    from engine.sampler import SampleRows, SamplingRows
+    from engine.sampler import Ints, SampleRows, SamplingRows
     from engine.sequence import SamplingParams
-
-    Ints = NDArray[np.int64]
 
 T = TypeVar("T")
 

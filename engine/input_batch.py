@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.batch import ScheduledBatch, Seated
-
-    Ints = NDArray[np.int64]
+    from engine.sampler import Ints
 
 log = logging.getLogger("relevo.engine")
 

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.drawing import Extras
-    from engine.gpu.columns import Columns
+    from engine.gpu.columns import Columns, Ints
     from engine.gpu.wants import Wants
 
-    Ints = NDArray[np.int32]
     Bring = Callable[..., list[torch.Tensor]]
 
 NO_MASKS: Final = np.zeros((0, 1), dtype=np.int32)

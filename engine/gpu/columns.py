@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from engine.batch import ScheduledBatch
 
-    Ints = NDArray[np.int32]
+    Ints = NDArray[np.int32]  # of all that goes to a device
 
 
 class Columns(NamedTuple):

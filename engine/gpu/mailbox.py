@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from engine.gpu.columns import Ints
     from engine.gpu.events import Event
-
-    Ints = NDArray[np.int32]
 
 # Changes that travel with the columns; of long prompts so many at a time go before them, in copies of their own.
 MAX_CHANGES: Final = 8192

@@ -23,12 +23,8 @@ from kernels.draws import SamplingColumns
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
-    from numpy.typing import NDArray
-
     from engine.batch import ScheduledBatch, Seated
-    from engine.gpu.columns import Columns
-
-    Ints = NDArray[np.int32]
+    from engine.gpu.columns import Columns, Ints
 
 log = logging.getLogger("relevo.engine")
 

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from engine.gpu.columns import Ints
     from engine.sequence import SamplingParams
-
-    Ints = NDArray[np.int32]
 
 NO_PENALTIES: Final[dict[str, Any]] = {
     "frequency_penalty": 0.0,

@@ -27,7 +27,7 @@ from engine.kv_cache import KVCache
 from engine.scheduler import Scheduler
 from engine.sequence import SamplingParams, Sequence
 from kernels.gpu.targets import DEVICES, TargetDriver
-from tests.fake_checkpoint import make_checkpoint
+from tests.gpu_runner import make_gpu_runner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
@@ -69,14 +69,9 @@ class Crowd:
     """So many rows that decode, all of one kind, one step planned ahead."""
 
     def __init__(self, num_rows: int, **params: Any) -> None:
-        checkpoint = make_checkpoint(context_length=CONTEXT)
         sizes = Sizes(num_rows, num_rows * PROMPT * 2, CONTEXT, BLOCK_SIZE)
-        self.runner = GpuRunner(
-            checkpoint, sizes, device=torch.device("cpu"), dtype=torch.float32, cache_dtype=torch.float32
-        )
-        self.runner.load()
-        self.runner.allocate_cache(1)
-        self.runner.graphs = cast("Graphs", NoGraphs(num_rows, checkpoint.config.vocab_size))
+        self.runner = make_gpu_runner(GpuRunner, sizes, 1, device=torch.device("cpu"))
+        self.runner.graphs = cast("Graphs", NoGraphs(num_rows, self.runner.config.vocab_size))
         cache = KVCache(num_rows * CONTEXT // BLOCK_SIZE, BLOCK_SIZE)
         limits = Limits(num_rows, sizes.max_num_batched_tokens)
         self.scheduler = Scheduler(cache, limits=limits, num_seats=num_rows, max_model_len=CONTEXT, may_draft=False)

@@ -16,6 +16,7 @@ from engine.gpu.runner import GpuRunner, Sizes
 from engine.sequence import SamplingParams
 from kernels.gpu.logprobs import drawn_logprobs
 from tests.fake_checkpoint import Table, make_checkpoint, make_runner
+from tests.gpu_runner import make_gpu_runner
 from tests.quick_interpreter import stay_dressed
 
 if TYPE_CHECKING:
@@ -39,20 +40,6 @@ ASKS: tuple[dict[str, Any], ...] = (
 )
 LENGTHS = (3, 14, 7, 9, 5, 1)
 NUM_TOKENS = 7
-
-
-def make_gpu_runner() -> GpuRunner:
-    """The device is the processor, which computes at once."""
-    runner = GpuRunner(
-        make_checkpoint(context_length=CONTEXT),
-        Sizes(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=CONTEXT, block_size=BLOCK_SIZE),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        cache_dtype=torch.float32,
-    )
-    runner.load()
-    runner.allocate_cache(NUM_BLOCKS)
-    return runner
 
 
 def serve(runner: GpuRunner | ModelRunner) -> list[Guest]:
@@ -92,7 +79,9 @@ def check_logprobs() -> int:
     """Compare them all; gives the number of tokens that were told of."""
     plain, num_told = make_runner(make_checkpoint(context_length=CONTEXT), num_blocks=NUM_BLOCKS), 0
     with no_copy_outlives_its_launch():
-        others = serve(make_gpu_runner())
+        sizes = Sizes(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=CONTEXT, block_size=BLOCK_SIZE)
+        # The device is the processor, which computes at once.
+        others = serve(make_gpu_runner(GpuRunner, sizes, NUM_BLOCKS, device=torch.device("cpu")))
     for asks, one, other in zip(ASKS, serve(plain), others, strict=True):
         assert one.token_ids == other.token_ids, asks
         assert len(one.logprobs) == len(other.logprobs) == ("num_logprobs" in asks) * len(one.output), asks

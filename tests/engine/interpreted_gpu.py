@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.engine.interpreted_crowd import check_mailbox, check_noise
 from tests.engine.interpreted_float8 import check_float8
 from tests.engine.tiny_engine import CONTEXT, Answer, answer_all, bias, open_tiny_engine
 from tests.fake_checkpoint import make_checkpoint, make_runner
+from tests.gpu_runner import make_gpu_runner
 from tests.late_device import LateDevice, LateRunner
 from tests.quick_interpreter import stay_dressed
 
@@ -34,21 +36,15 @@ SEATS = 5
 TELLING = (2, 4)  # of the requests
 CAPACITY = 6  # steps of three rows and of five are padded
 SILENT = (9, 45)
-TIME_LIMIT_SECONDS = 570  # for all; whoever starts this waits for 600
+TIME_LIMIT_SECONDS = 570  # for all; whoever starts this waits for longer
 
 
-def make_gpu_runner(num_blocks: int, capacity: int, *, is_slow: bool, cache_dtype: torch.dtype) -> LateRunner:
-    runner = LateRunner(
-        LateDevice(is_slow=is_slow),
-        make_checkpoint(context_length=CONTEXT),
-        Sizes(max_num_seqs=capacity, max_num_batched_tokens=256, max_model_len=CONTEXT, block_size=4),
-        dtype=torch.float32,
-        cache_dtype=cache_dtype,
-        silent_ids=SILENT,
-    )
-    runner.load()
-    runner.allocate_cache(num_blocks)
-    return runner
+def make_late_runner(
+    num_blocks: int, capacity: int, *, is_slow: bool, cache_dtype: torch.dtype = torch.float32
+) -> LateRunner:
+    sizes = Sizes(max_num_seqs=capacity, max_num_batched_tokens=256, max_model_len=CONTEXT, block_size=4)
+    kind = partial(LateRunner, LateDevice(is_slow=is_slow))
+    return make_gpu_runner(kind, sizes, num_blocks, cache_dtype=cache_dtype, silent_ids=SILENT)
 
 
 def request(number: int, length: int, max_tokens: int, **params: Any) -> GenerationRequest:
@@ -124,7 +120,7 @@ async def check_fixed_batches() -> int:
     asked = [request(number, length, 4 + number) for number, length in enumerate((3, 12, 7))]
     found = []
     plain = make_runner(make_checkpoint(context_length=CONTEXT), num_blocks=200, silent_ids=SILENT)
-    for runner in (plain, make_gpu_runner(200, seats, is_slow=False, cache_dtype=torch.float32)):
+    for runner in (plain, make_late_runner(200, seats, is_slow=False)):
         async with open_tiny_engine(
             num_blocks=200, runner=runner, policy="static", max_num_seqs=seats, capacity_num_seqs=seats,
             num_speculative_tokens=0,
@@ -138,12 +134,12 @@ async def check_fixed_batches() -> int:
 async def main() -> None:
     """Everything, one after the other."""
     print(f"{check_mailbox()} sends arrive")
-    runner = make_gpu_runner(NUM_BLOCKS, CAPACITY, is_slow=True, cache_dtype=torch.float32)
+    runner = make_late_runner(NUM_BLOCKS, CAPACITY, is_slow=True)
     with trio.fail_after(TIME_LIMIT_SECONDS):
         print(f"{await check_answers(runner)} answers agree, {await check_fixed_batches()} in fixed batches")
         runner.late.is_slow = False
         print(f"{await check_noise(runner, FEW_BLOCKS, SILENT)} answers in a crowd are those alone")
-        runner = make_gpu_runner(NUM_BLOCKS, CAPACITY, is_slow=True, cache_dtype=torch.float8_e4m3fn)
+        runner = make_late_runner(NUM_BLOCKS, CAPACITY, is_slow=True, cache_dtype=torch.float8_e4m3fn)
         print(f"{await check_float8(runner, NUM_BLOCKS, SILENT)} tokens are likeliest over eight-bit floats")
 
 

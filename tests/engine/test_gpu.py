@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,8 +15,12 @@ from engine.gpu.device import Device, choose_device
 from engine.gpu.gpus import MIB, Gpus
 from engine.machine import machine_facts
 from engine.startup import load_model
+from tests.alone import needs_triton, run_interpreted
 from tests.fake_gpus import KV_BYTES, FakeGpus
 from tests.tiny_models import make_config, make_tensors, write_gguf
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -193,13 +192,9 @@ def test_a_cache_of_eight_bit_floats_is_for_gpus_that_make_them(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheel for this platform")
+@needs_triton
 def test_an_engine_over_the_kernels_answers_as_one_over_torch() -> None:
-    script = Path(__file__).with_name("interpreted_gpu.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[2])}
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == [
+    assert run_interpreted("tests.engine.interpreted_gpu").splitlines() == [
         "7 sends arrive", "9 answers agree, 3 in fixed batches", "6 answers in a crowd are those alone",
         "24 tokens are likeliest over eight-bit floats",
     ]  # fmt: skip

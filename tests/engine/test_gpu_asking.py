@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +12,7 @@ from engine.batch import ScheduledBatch, Seated
 from engine.gpu.columns import columns_of
 from engine.gpu.rows import GpuRows
 from engine.sequence import SamplingParams
+from tests.alone import run_interpreted
 from tests.fakes import EOS, VOCAB_SIZE, OneOf
 
 pytest.importorskip("triton")
@@ -80,8 +77,4 @@ def test_rows_that_stand_for_nothing_ask_for_nothing() -> None:
 
 @pytest.mark.slow
 def test_log_probabilities_are_those_that_the_processor_tells_whatever_else_rows_ask_for() -> None:
-    script = Path(__file__).with_name("interpreted_asking.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[2])}
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "35 log-probabilities agree\n"
+    assert run_interpreted("tests.engine.interpreted_asking") == "35 log-probabilities agree\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from engine.gpu.rows import Changes, GpuRows, Layout
 from engine.sampler import noise_key
 from engine.sequence import MAX_LOGPROBS, SamplingParams
 from kernels.draws import MOST
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheel here")
+from tests.alone import needs_triton
 
 SEATS, CONTEXT, BLOCK = 3, 20, 4
 

@@ -62,7 +62,7 @@ class Penalized(NamedTuple):
     penalties: torch.Tensor
 
 
-class Told(NamedTuple):
+class Logprobs(NamedTuple):
     """Log-probabilities of T rows; views of one buffer, so that one copy fetches all.
 
     Attributes:
@@ -78,7 +78,7 @@ class Told(NamedTuple):
     drawn: torch.Tensor
 
     @classmethod
-    def of(cls, buffer: torch.Tensor) -> Told:
+    def of(cls, buffer: torch.Tensor) -> Logprobs:
         """The views of [T, WIDTH] int32."""
         floats = buffer.view(torch.float32)
         return cls(floats[:, :MOST], buffer[:, MOST : 2 * MOST], floats[:, 2 * MOST], floats[:, 2 * MOST + 1])

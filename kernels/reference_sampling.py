@@ -17,7 +17,7 @@ from kernels.noise import spread, words_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kernels.draws import Biases, Penalized, SamplingColumns, Told
+    from kernels.draws import Biases, Logprobs, Penalized, SamplingColumns
 
 
 def sample(
@@ -113,22 +113,22 @@ def penalize(logits: torch.Tensor, token_ids: torch.Tensor, lines: Penalized) ->
             logits[row, token_id] = value - frequency * count - presence * (count > 0)
 
 
-def top_logprobs(logits: torch.Tensor, rows: torch.Tensor, num_top: int, told: Told) -> None:
+def top_logprobs(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: Logprobs) -> None:
     """Find the likeliest tokens of some rows, of equal ones the lower id first.
 
     Args:
         logits: [R, V] of any float dtype.
         rows: [T] int32.
         num_top: how many.
-        told: of T rows; `drawn` is left.
+        out: of T rows; `drawn` is left.
     """
     for line, row in enumerate(rows.tolist()):
         values = logits[row].double().cpu().numpy()
         norm = values.max() + math.log(np.exp(values - values.max()).sum())
         order = np.lexsort((np.arange(len(values)), -values))[:num_top]
-        told.norms[line] = norm
-        told.logprobs[line, : len(order)] = torch.from_numpy(values[order] - norm)
-        told.token_ids[line, : len(order)] = torch.from_numpy(order)
+        out.norms[line] = norm
+        out.logprobs[line, : len(order)] = torch.from_numpy(values[order] - norm)
+        out.token_ids[line, : len(order)] = torch.from_numpy(order)
 
 
 def drawn_logprobs(
@@ -137,7 +137,7 @@ def drawn_logprobs(
     places: torch.Tensor,
     rows: torch.Tensor,
     drawn: torch.Tensor,
-    told: Told,
+    out: Logprobs,
 ) -> None:
     """Look up the log-probabilities of the tokens that were drawn.
 
@@ -147,8 +147,8 @@ def drawn_logprobs(
         places: [T] int32, where each row is kept; -1 for one that is as it was.
         rows: [T] int32.
         drawn: [R] int32; -1 is taken for 0.
-        told: of T rows with their norms; gets `drawn`.
+        out: of T rows with their norms; gets `drawn`.
     """
     for line, (row, place) in enumerate(zip(rows.tolist(), places.tolist(), strict=True)):
         source = logits[row] if place < 0 else kept[place]
-        told.drawn[line] = source[max(0, int(drawn[row]))].float() - told.norms[line]
+        out.drawn[line] = source[max(0, int(drawn[row]))].float() - out.norms[line]

@@ -15,7 +15,7 @@ import torch
 from engine.drawing import NOT_DRAWN
 from engine.errors import ConfigError
 from engine.faults import lacks_memory
-from engine.gpu.wants import Wants
+from engine.gpu.seat_extras import SeatExtras
 from engine.sampler import noise_key
 from engine.sequence import SamplingParams
 from kernels.draws import SamplingColumns
@@ -116,7 +116,7 @@ class GpuRows:
         token_ids: [seats, context + 1] int32 on the device.
         block_tables: [seats, blocks] int32 on the device.
         columns: how each seat samples, on the device.
-        wants: what each seat asks for beside a token.
+        extras: what each seat asks for beside a token.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class GpuRows:
     def clear(self) -> None:
         """Nobody sits anywhere. What the buffer holds is not asked for before it is written again."""
         max_num_seqs = self.layout.max_num_seqs
-        self.wants = Wants(max_num_seqs, self._vocab_size)
+        self.extras = SeatExtras(max_num_seqs, self._vocab_size)
         self._changes = Changes()
         self._sequence_ids = np.full(max_num_seqs, -1, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
@@ -183,14 +183,14 @@ class GpuRows:
         try:
             self._changes.add_many(seat * self.layout.width, np.array(seated.token_ids, dtype=np.int32))
             self._set(seat, seated.params)
-            self.wants.set(seat, seated.params, seated.token_ids, seated.num_prompt_tokens)
+            self.extras.set(seat, seated.params, seated.token_ids, seated.num_prompt_tokens)
         except Exception as error:
             if lacks_memory(error):
                 raise
             log.exception("sequence %d could not be given its seat and fails", seated.sequence_id)
             self._unseated[seat] = NOT_DRAWN
             self._set(seat, SamplingParams())
-            self.wants.set(seat, SamplingParams(), (), 0)
+            self.extras.set(seat, SamplingParams(), (), 0)
 
     def _set(self, seat: int, params: SamplingParams) -> None:
         """How a sequence samples."""

@@ -16,13 +16,13 @@ import torch
 
 from engine.batch import StepOutput
 from engine.drawing import NOT_A_NUMBER
-from engine.gpu.asking import Asking
 from engine.gpu.columns import Columns, columns_of
 from engine.gpu.events import Past
 from engine.gpu.llama import GpuLlama
 from engine.gpu.mailbox import Mailbox
 from engine.gpu.rows import GpuRows
-from engine.gpu.wants import Wants
+from engine.gpu.seat_extras import SeatExtras
+from engine.gpu.step_extras import StepExtras
 from engine.gpu.weights import in_blocks
 from engine.stopwatch import Stopwatch
 from kernels.gpu.inputs import TokenInputs, append_tokens, gather_inputs
@@ -69,7 +69,7 @@ class GpuStep:
 
     batch: ScheduledBatch
     rows: NDArray[np.intp]
-    asking: Asking
+    extras: StepExtras
     failures: Mapping[int, str]
     token_ids: torch.Tensor
     done: Event
@@ -199,32 +199,32 @@ class GpuRunner:
         size = self.graphs.size_for(own) if self.graphs is not None else None
         columns = own.padded(size or own.num_rows)
         self._box.send(columns, places, values, self._rows.state)
-        wants = self._rows.wants
-        asking = Asking(own, rows, wants, self._box.bring)
+        of_seats = self._rows.extras
+        extras = StepExtras(own, rows, of_seats, self._box.bring)
         self._watch.lap("inputs")
-        self._compute(columns, asking, size, filtered=bool(wants.filters[own.sample_seats[: len(rows)]].any()))
+        self._compute(columns, extras, size, filtered=bool(of_seats.filters[own.sample_seats[: len(rows)]].any()))
         self._hosts.reverse()
         token_ids, done = self._hosts[0][: len(rows)], self._make_event()
         token_ids.copy_(self._drawn[: len(rows)], non_blocking=True)
         done.record()
         self._watch.lap("launch")
-        return GpuStep(batch, rows, asking, self._rows.failures_of(batch), token_ids, done, begun)
+        return GpuStep(batch, rows, extras, self._rows.failures_of(batch), token_ids, done, begun)
 
     def collect(self, ticket: GpuStep) -> StepOutput:
         """Wait for the oldest step that was launched and give back what came of it."""
         self._watch.start()
         ticket.done.synchronize()
         self._watch.lap("wait")
-        batch, asking = ticket.batch, ticket.asking
+        batch, extras = ticket.batch, ticket.extras
         drawn = np.full(len(batch), -1, dtype=np.int64)
         drawn[ticket.rows] = ticket.token_ids.numpy()
         broken = {row: NOT_A_NUMBER for row in ticket.rows[drawn[ticket.rows] < 0].tolist()}
         drawn[list(ticket.failures)] = -1
         token_ids: list[int] = drawn.tolist()
-        logprobs, forced = asking.take(token_ids) if asking else ({}, {})
+        logprobs, forced = extras.take(token_ids) if extras else ({}, {})
         for row, following in forced.items():
             self._rows.append(batch.seats[row], batch.starts[row] + batch.counts[row] + 1, following)
-        failures = {**broken, **asking.failures, **ticket.failures}
+        failures = {**broken, **extras.failures, **ticket.failures}
         for row in failures:
             token_ids[row] = -1
         now = time.perf_counter()
@@ -253,11 +253,11 @@ class GpuRunner:
         seq_lens = lengths.astype(np.int32)
         columns = Columns(none, nothing, nothing, seq_lens, loc[1:] - 1, nothing, none, loc)
         self._box.send(columns, nothing[:0], nothing[:0], self._rows.state)
-        wants = Wants(1, self.config.vocab_size)
+        of_seats = SeatExtras(1, self.config.vocab_size)
         if params is not None:
-            wants.set(0, params, (), 0)
-        asking = Asking(columns, np.arange(num_rows), wants, self._box.bring)
-        self._compute(columns, asking, None, filtered=filtered)
+            of_seats.set(0, params, (), 0)
+        extras = StepExtras(columns, np.arange(num_rows), of_seats, self._box.bring)
+        self._compute(columns, extras, None, filtered=filtered)
 
     def logits(self, num_rows: int, num_tokens: int, max_query_len: int, num_draws: int) -> torch.Tensor:
         """From what lies in the mailbox to the logits behind each row that samples: [S, V] float32."""
@@ -287,17 +287,17 @@ class GpuRunner:
         sample(logits, self._rows.columns, seats, positions, filtered=filtered, scratch=scratch, out=out)
         append_tokens(self._rows.token_ids, seats, positions, out)
 
-    def _compute(self, columns: Columns, asking: Asking, size: int | None, *, filtered: bool) -> None:
+    def _compute(self, columns: Columns, extras: StepExtras, size: int | None, *, filtered: bool) -> None:
         """One step, by graphs of a size or call by call."""
         if self.graphs is not None and size is not None:
             logits = self.graphs.logits(size)
         else:
             num_draws = len(columns.sample_tokens)
             logits = self.logits(columns.num_rows, columns.num_tokens, columns.max_query_len, num_draws)
-        if asking:
-            asking.adjust(logits, self._rows.token_ids)
+        if extras:
+            extras.adjust(logits, self._rows.token_ids)
         if self.graphs is not None and size is not None:
             self.graphs.draw(size)
         elif logits.shape[0]:
             self.draw(logits, filtered=filtered)
-        asking.look(logits, self._drawn)
+        extras.fetch_logprobs(logits, self._drawn)

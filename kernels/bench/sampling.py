@@ -9,7 +9,7 @@ import torch
 
 from kernels import reference_sampling
 from kernels.bench.cases import TOLERANCE, Case, Work, assert_close
-from kernels.draws import MOST, WIDTH, Biases, Penalized, SamplingColumns, Told
+from kernels.draws import MOST, WIDTH, Biases, Logprobs, Penalized, SamplingColumns
 from kernels.gpu.logits import MAX_COUNTED, add_biases, apply_token_mask, penalize
 from kernels.gpu.logprobs import drawn_logprobs, top_logprobs
 from kernels.gpu.sampling import make_scratch, sample
@@ -130,18 +130,18 @@ def make_top(num_lines: int, num_rows: int, vocab_size: int, num_top: int, devic
     drawn = torch.arange(num_rows, dtype=torch.int32, device=device) % vocab_size - 1
     kept, places = logits[:2] - 1.0, torch.arange(num_lines, dtype=torch.int32, device=device).clamp(max=2) - 1
     buffers = torch.full((2, num_lines, WIDTH), -7, dtype=torch.int32, device=device)
-    told, expected = Told.of(buffers[0]), Told.of(buffers[1])
+    found, expected = Logprobs.of(buffers[0]), Logprobs.of(buffers[1])
 
     def run() -> None:
-        top_logprobs(logits, rows, num_top, told)
-        drawn_logprobs(logits, kept, places, rows, drawn, told)
+        top_logprobs(logits, rows, num_top, found)
+        drawn_logprobs(logits, kept, places, rows, drawn, found)
 
     def check() -> None:
         run()
         reference_sampling.top_logprobs(logits, rows, num_top, expected)
         reference_sampling.drawn_logprobs(logits, kept, places, rows, drawn, expected)
-        torch.testing.assert_close(told.token_ids, expected.token_ids, rtol=0.0, atol=0.0)
-        for one, other in zip(told, expected, strict=True):
+        torch.testing.assert_close(found.token_ids, expected.token_ids, rtol=0.0, atol=0.0)
+        for one, other in zip(found, expected, strict=True):
             assert_close(one, other, TOLERANCE[torch.float32])
 
     return Work(run, check, num_lines * vocab_size * logits.itemsize)

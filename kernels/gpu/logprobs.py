@@ -16,7 +16,7 @@ import triton.language as tl
 from kernels.draws import MOST
 
 if TYPE_CHECKING:
-    from kernels.draws import Told
+    from kernels.draws import Logprobs
 
 # A row is cut into parts of so many tokens.
 SEGMENT: Final = 4096
@@ -96,14 +96,14 @@ def merge_likeliest_kernel(
         tl.store(top_ids_ptr + line * stride + index, token_id)
 
 
-def top_logprobs(logits: torch.Tensor, rows: torch.Tensor, num_top: int, told: Told) -> None:
+def top_logprobs(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: Logprobs) -> None:
     """Find the likeliest tokens of some rows.
 
     Args:
         logits: [R, V] of any float dtype; of a row the elements lie side by side.
         rows: [T] int32.
-        num_top: how many; of more than `MOST` the first ones. Of the others in `told` nothing is written.
-        told: of T rows; `drawn` is left.
+        num_top: how many; of more than `MOST` the first ones. Of the others in `out` nothing is written.
+        out: of T rows; `drawn` is left.
     """
     num_lines, vocab_size = rows.shape[0], logits.shape[1]
     if not num_lines:
@@ -119,7 +119,7 @@ def top_logprobs(logits: torch.Tensor, rows: torch.Tensor, num_top: int, told: T
         MOST=MOST, SEGMENT=SEGMENT, num_warps=8,
     )  # fmt: skip
     merge_likeliest_kernel[(num_lines,)](
-        values, token_ids, sums, told.logprobs, told.token_ids, told.norms, num_segments, told.logprobs.stride(0),
+        values, token_ids, sums, out.logprobs, out.token_ids, out.norms, num_segments, out.logprobs.stride(0),
         num_top, MOST=MOST, SEGMENTS=triton.next_power_of_2(num_segments),
         LANES=triton.next_power_of_2(num_segments * MOST), num_warps=4,
     )  # fmt: skip
@@ -153,7 +153,7 @@ def drawn_logprobs(
     places: torch.Tensor,
     rows: torch.Tensor,
     drawn: torch.Tensor,
-    told: Told,
+    out: Logprobs,
 ) -> None:
     """Look up the log-probabilities of the tokens that were drawn.
 
@@ -164,11 +164,11 @@ def drawn_logprobs(
         places: [T] int32, where each row is kept; -1 for one that is as it was.
         rows: [T] int32, as in `top_logprobs`.
         drawn: [R] int32, of each row of the logits; -1, for no token, is taken for 0.
-        told: of T rows with their norms; gets `drawn`.
+        out: of T rows with their norms; gets `drawn`.
     """
     num_lines = rows.shape[0]
     if num_lines:
         drawn_logprobs_kernel[(num_lines,)](
-            logits, kept, places, rows, drawn, told.norms, told.drawn, logits.stride(0), kept.stride(0),
-            told.norms.stride(0), num_warps=1,
+            logits, kept, places, rows, drawn, out.norms, out.drawn, logits.stride(0), kept.stride(0),
+            out.norms.stride(0), num_warps=1,
         )  # fmt: skip

@@ -76,7 +76,7 @@ def test_a_seat_holds_what_was_said_of_its_sequence_and_of_no_other() -> None:
     assert columns.top_p[2].item() == pytest.approx(0.9)
     assert columns.min_p[2].item() == pytest.approx(0.1)
     assert columns.keys[2].numpy().view(np.uint64)[0] == noise_key(7, 2)
-    assert rows.wants.filters.tolist() == [False, False, True]
+    assert rows.extras.filters.tolist() == [False, False, True]
 
 
 def test_blocks_come_behind_those_there_are_and_a_newcomer_begins_anew() -> None:
@@ -114,8 +114,8 @@ def test_stop_tokens_that_cannot_be_drawn_are_dropped_and_bind_until_min_tokens(
     rows = make_rows()
     params = SamplingParams(min_tokens=4, stop_token_ids=frozenset({3, 49, 50, 10_000}))
     apply(rows, batch_of((0, 1, 0, 2), seated=(Seated(0, 1, (1, 2), 2, params),), new_blocks=((0, (0,)),)))
-    assert rows.wants.stop_ids[0].tolist() == [3, 49]
-    assert rows.wants.stops_from[0] == 6
+    assert rows.extras.stop_ids[0].tolist() == [3, 49]
+    assert rows.extras.stops_from[0] == 6
 
 
 def test_what_a_seat_asks_for_is_there_until_it_changes_hands() -> None:
@@ -125,17 +125,18 @@ def test_what_a_seat_asks_for_is_there_until_it_changes_hands() -> None:
         presence_penalty=0.5, num_logprobs=200,
     )  # fmt: skip
     apply(rows, batch_of((1, 1, 0, 2), seated=(Seated(1, 1, (1, 2), 2, params),), new_blocks=((1, (0,)),)))
-    wants = rows.wants
-    assert (wants.asks[1], wants.is_biased[1], wants.is_penalized[1]) == (True, True, True)
-    assert wants.penalties[1].tolist() == [1.0, 0.0, 0.5]
-    assert wants.num_logprobs[1] == MOST, "no more than there is room for"
+    extras = rows.extras
+    assert (extras.is_plain[1], extras.is_biased[1], extras.is_penalized[1]) == (False, True, True)
+    assert extras.penalties[1].tolist() == [1.0, 0.0, 0.5]
+    assert extras.num_logprobs[1] == MOST, "no more than there is room for"
     assert MAX_LOGPROBS <= MOST, "what may be asked for is told"
-    bias, early = ([column.tolist() for column in each[1]] for each in (wants.biases, wants.early_biases))
+    bias, early = ([column.tolist() for column in each[1]] for each in (extras.biases, extras.early_biases))
     assert bias == [[9, 4], [5.0, -1.0]]
     assert early == [[9, 4, 7], [-np.inf, -1.0, -np.inf]], "whatever its bias, a stop token is not drawn"
     apply(rows, batch_of((1, 2, 0, 1), seated=(Seated(1, 2, (1,), 1, SamplingParams()),), new_blocks=((1, (0,)),)))
-    assert not any((wants.asks[1], wants.is_biased[1], wants.is_penalized[1], wants.stops_from[1]))
-    assert wants.num_logprobs[1] == -1
+    assert extras.is_plain[1]
+    assert not any((extras.is_biased[1], extras.is_penalized[1], extras.stops_from[1]))
+    assert extras.num_logprobs[1] == -1
 
 
 def test_contexts_that_do_not_fit_into_places_are_refused() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.logprobs import ModelLogits
 from engine.sampler import keep_likely
-from kernels.draws import WIDTH, SamplingColumns, Told
+from kernels.draws import WIDTH, Logprobs, SamplingColumns
 from kernels.noise import spread, words_of
 from kernels.reference_sampling import drawn_logprobs, sample, top_logprobs
 
@@ -104,16 +104,16 @@ def test_every_bit_of_the_noise_is_as_often_one_as_zero() -> None:
 def test_what_is_told_of_the_likeliest_is_what_the_processor_tells(vocab_size: int, num_top: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn((3, vocab_size), generator=generator).mul_(4).round_()  # many are equal
-    told = Told.of(torch.zeros((2, WIDTH), dtype=torch.int32))
+    found = Logprobs.of(torch.zeros((2, WIDTH), dtype=torch.int32))
     rows = torch.tensor([2, 0], dtype=torch.int32)
-    top_logprobs(logits, rows, num_top, told)
+    top_logprobs(logits, rows, num_top, found)
     drawn = torch.tensor([vocab_size - 1, 0, vocab_size // 2], dtype=torch.int32)
     changed = logits.clone()
     changed[0] -= 1.0
-    drawn_logprobs(changed, logits[:1], torch.tensor([-1, 0], dtype=torch.int32), rows, drawn, told)
+    drawn_logprobs(changed, logits[:1], torch.tensor([-1, 0], dtype=torch.int32), rows, drawn, found)
     own, count = ModelLogits(logits, [0, 2]), min(num_top, vocab_size)
     for line, row in enumerate(rows.tolist()):
         expected = own.tell(row, int(drawn[row]), num_top)
-        assert told.token_ids[line, :count].tolist() == [token_id for token_id, _ in expected.top]
-        assert told.logprobs[line, :count].tolist() == pytest.approx([value for _, value in expected.top], abs=1e-5)
-        assert told.drawn[line].item() == pytest.approx(expected.logprob, abs=1e-5)
+        assert found.token_ids[line, :count].tolist() == [token_id for token_id, _ in expected.top]
+        assert found.logprobs[line, :count].tolist() == pytest.approx([value for _, value in expected.top], abs=1e-5)
+        assert found.drawn[line].item() == pytest.approx(expected.logprob, abs=1e-5)

@@ -47,7 +47,7 @@ class Bias(NamedTuple):
 NO_BIAS: Final = Bias.of({})
 
 
-class Wants:
+class SeatExtras:
     """The columns.
 
     Args:
@@ -55,7 +55,7 @@ class Wants:
         vocab_size: what is said of tokens beyond it is dropped.
 
     Attributes:
-        asks: [seats], whether there is something to do in every step.
+        is_plain: [seats], whether there is nothing to do in every step.
         stops_from: [seats], the position from which on a stop token may stand; 0 where that may be anywhere.
         filters: [seats], whether draws look at top-k, top-p or min-p.
         num_logprobs: [seats], of the likeliest tokens to tell of; -1 tells nothing.
@@ -71,7 +71,7 @@ class Wants:
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self.asks = np.zeros(max_num_seqs, dtype=bool)
+        self.is_plain = np.ones(max_num_seqs, dtype=bool)
         self.stops_from = np.zeros(max_num_seqs, dtype=np.int64)
         self.filters = np.zeros(max_num_seqs, dtype=bool)
         self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)
@@ -101,7 +101,7 @@ class Wants:
         self.is_biased[seat] = bool(bias)
         self.biases[seat] = Bias.of(bias)
         self.early_biases[seat] = Bias.of(bias | dict.fromkeys(stop_ids, -math.inf))
-        self.asks[seat] = not params.is_plain
+        self.is_plain[seat] = params.is_plain
         if params.constraint is not None:
             # Penalties are counted on the device, from the tokens that lie there.
             self.constraints[seat] = Extras(replace(params, **NO_PENALTIES), token_ids, num_prompt_tokens, vocab_size)

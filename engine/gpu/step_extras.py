@@ -9,8 +9,8 @@ import torch
 
 from engine.batch import TokenLogprobs
 from engine.drawing import cause_of
-from engine.gpu.wants import NO_BIAS
-from kernels.draws import WIDTH, Biases, Penalized, Told
+from engine.gpu.seat_extras import NO_BIAS
+from kernels.draws import WIDTH, Biases, Logprobs, Penalized
 from kernels.gpu.logits import add_biases, apply_token_mask, penalize
 from kernels.gpu.logprobs import drawn_logprobs, top_logprobs
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from engine.drawing import Extras
     from engine.gpu.columns import Columns, Ints
-    from engine.gpu.wants import Wants
+    from engine.gpu.seat_extras import SeatExtras
 
     Bring = Callable[..., list[torch.Tensor]]
 
 NO_MASKS: Final = np.zeros((0, 1), dtype=np.int32)
 
 
-class Telling(NamedTuple):
+class LogprobRows(NamedTuple):
     """Rows that tell of log-probabilities, on the device.
 
     Attributes:
@@ -44,40 +44,42 @@ class Telling(NamedTuple):
     places: torch.Tensor
 
 
-class Asking:
+class StepExtras:
     """The rows of one step that ask for something.
 
     Args:
         columns: of the step; what is drawn for is a line of the logits.
         rows: of the batch, those of the first lines; the others stand for nothing.
-        wants: of the seats.
+        of_seats: what each asks for.
         bring: copies arrays to the device, all in one go.
 
     Attributes:
         failures: row of the batch to one line of cause, for those that cannot go on.
     """
 
-    def __init__(self, columns: Columns, rows: NDArray[np.intp], wants: Wants, bring: Bring) -> None:
+    def __init__(self, columns: Columns, rows: NDArray[np.intp], of_seats: SeatExtras, bring: Bring) -> None:
         seats, positions = columns.sample_seats[: len(rows)], columns.sample_positions[: len(rows)]
-        is_early = (positions >= 0) & (positions < wants.stops_from[seats])
-        lines = np.flatnonzero(wants.asks[seats] | is_early)
+        is_early = (positions >= 0) & (positions < of_seats.stops_from[seats])
+        lines = np.flatnonzero(~of_seats.is_plain[seats] | is_early)
         self._lines = lines.astype(np.int32)
         self.failures: dict[int, str] = {}
-        self._telling: Telling | None = None
-        self._told: torch.Tensor | None = None
+        self._logprob_rows: LogprobRows | None = None
+        self._logprobs: torch.Tensor | None = None
         if not len(lines):
             return
         self._seats, self._positions, self._is_early = seats[lines], positions[lines], is_early[lines]
-        self._wants, self._bring = wants, bring
+        self._of_seats, self._bring = of_seats, bring
         self._rows: list[int] = rows[lines].tolist()
         # Those under a constraint: which of these it is, its seat, and what it was when the step was launched.
         self._bound: list[tuple[int, int, Extras]] = []
-        if wants.constraints:
+        if of_seats.constraints:
             found = enumerate(self._seats.tolist())
-            self._bound = [(index, seat, wants.constraints[seat]) for index, seat in found if seat in wants.constraints]
-        counts = wants.num_logprobs[self._seats]
-        self._tells = np.flatnonzero(counts >= 0)
-        self._counts: list[int] = counts[self._tells].tolist()
+            self._bound = [
+                (index, seat, of_seats.constraints[seat]) for index, seat in found if seat in of_seats.constraints
+            ]
+        counts = of_seats.num_logprobs[self._seats]
+        self._with_logprobs = np.flatnonzero(counts >= 0)
+        self._counts: list[int] = counts[self._with_logprobs].tolist()
 
     def __bool__(self) -> bool:
         return bool(len(self._lines))
@@ -91,31 +93,33 @@ class Asking:
         """
         masks = self._masks(logits.shape[1])
         biased, biases = self._biases()
-        penalized = np.flatnonzero(self._wants.is_penalized[self._seats])
+        penalized = np.flatnonzero(self._of_seats.is_penalized[self._seats])
         is_changed = np.zeros(len(self._lines), dtype=bool)
         is_changed[biased] = is_changed[penalized] = True
-        is_kept = is_changed[self._tells]
+        is_kept = is_changed[self._with_logprobs]
         places = np.where(is_kept, np.cumsum(is_kept) - 1, -1).astype(np.int32)
-        lines = self._lines[self._tells]
-        telling, kept, there, *rest = self._bring(
+        lines = self._lines[self._with_logprobs]
+        rows_there, kept, there, *rest = self._bring(
             lines, lines[is_kept], places, *biases, *self._penalties(penalized), *masks
         )
         if len(lines):
             buffer = torch.empty((len(lines), WIDTH), dtype=torch.int32, device=logits.device)
-            top_logprobs(logits, telling, max(self._counts), Told.of(buffer))
-            self._telling = Telling(buffer, telling, logits.index_select(0, kept) if len(kept) else logits, there)
+            top_logprobs(logits, rows_there, max(self._counts), Logprobs.of(buffer))
+            self._logprob_rows = LogprobRows(
+                buffer, rows_there, logits.index_select(0, kept) if len(kept) else logits, there
+            )
         add_biases(logits, Biases(*rest[:3]))
         penalize(logits, token_ids, Penalized(*rest[3:8]))
         apply_token_mask(logits, rest[9], rest[8])
 
-    def look(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
+    def fetch_logprobs(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
         """Look at the tokens that were drawn, [S] int32, of rows that will tell; does not wait."""
-        if self._telling is not None:
-            buffer, lines, kept, places = self._telling
-            drawn_logprobs(logits, kept, places, lines, drawn, Told.of(buffer))
-            self._told = buffer.to("cpu", non_blocking=True)
+        if self._logprob_rows is not None:
+            buffer, lines, kept, places = self._logprob_rows
+            drawn_logprobs(logits, kept, places, lines, drawn, Logprobs.of(buffer))
+            self._logprobs = buffer.to("cpu", non_blocking=True)
             # The next step is launched before this one is read, and needs as much of the device's memory.
-            self._telling = None
+            self._logprob_rows = None
 
     def take(self, token_ids: Sequence[int]) -> tuple[dict[int, TokenLogprobs], dict[int, tuple[int, ...]]]:
         """Tokens were drawn, one for each row of the batch, or -1. Gives what is told of them, and what follows them.
@@ -126,19 +130,19 @@ class Asking:
         forced: dict[int, tuple[int, ...]] = {}
         for index, seat, extras in self._bound:
             row = self._rows[index]
-            if token_ids[row] < 0 or row in self.failures or self._wants.constraints.get(seat) is not extras:
+            if token_ids[row] < 0 or row in self.failures or self._of_seats.constraints.get(seat) is not extras:
                 continue
             try:
                 if following := extras.take(token_ids[row]):
                     forced[row] = following
             except Exception as error:
                 self.failures[row] = cause_of(error)
-        return {} if self._told is None else self._tell(Told.of(self._told), token_ids), forced
+        return {} if self._logprobs is None else self._token_logprobs(Logprobs.of(self._logprobs), token_ids), forced
 
-    def _tell(self, told: Told, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-        columns = (told.drawn.tolist(), told.token_ids.tolist(), told.logprobs.tolist(), self._counts)
+    def _token_logprobs(self, found: Logprobs, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
+        columns = (found.drawn.tolist(), found.token_ids.tolist(), found.logprobs.tolist(), self._counts)
         logprobs = {}
-        for index, drawn, top_ids, top, count in zip(self._tells.tolist(), *columns, strict=True):
+        for index, drawn, top_ids, top, count in zip(self._with_logprobs.tolist(), *columns, strict=True):
             row = self._rows[index]
             if token_ids[row] >= 0 and row not in self.failures:
                 pairs = tuple(zip(top_ids[:count], top[:count], strict=True))
@@ -150,7 +154,7 @@ class Asking:
         lines, masks = [], []
         for index, seat, extras in self._bound:
             try:
-                stop_ids = self._wants.stop_ids[seat].astype(np.int64)
+                stop_ids = self._of_seats.stop_ids[seat].astype(np.int64)
                 allowed, only_stops = extras.allow(vocab_size, stop_ids, early=bool(self._is_early[index]))
             except Exception as error:
                 self.failures[self._rows[index]] = cause_of(error)
@@ -163,10 +167,12 @@ class Asking:
 
     def _biases(self) -> tuple[NDArray[np.intp], tuple[Ints, Ints, NDArray[np.float32]]]:
         """Which rows something is added to; and to which logits, a line of it each: [A]."""
-        wants = self._wants
-        biased = np.flatnonzero(wants.is_biased[self._seats] | self._is_early)
+        of_seats = self._of_seats
+        biased = np.flatnonzero(of_seats.is_biased[self._seats] | self._is_early)
         rows = zip(self._seats[biased].tolist(), self._is_early[biased].tolist(), strict=True)
-        biases = [(wants.early_biases if is_early else wants.biases)[seat] for seat, is_early in rows] or [NO_BIAS]
+        biases = [(of_seats.early_biases if is_early else of_seats.biases)[seat] for seat, is_early in rows] or [
+            NO_BIAS
+        ]
         token_ids, values = zip(*biases, strict=True)
         lines = np.repeat(self._lines[biased], [len(each) for each in token_ids][: len(biased)])
         return biased, (lines, np.concatenate(token_ids), np.concatenate(values))
@@ -174,8 +180,8 @@ class Asking:
     def _penalties(self, penalized: NDArray[np.intp]) -> tuple[NDArray[np.generic], ...]:
         """The columns of `Penalized`."""
         seats = self._seats[penalized]
-        known = self._wants.num_prompt_tokens[seats], self._positions[penalized]
-        return self._lines[penalized], seats, *known, self._wants.penalties[seats]
+        known = self._of_seats.num_prompt_tokens[seats], self._positions[penalized]
+        return self._lines[penalized], seats, *known, self._of_seats.penalties[seats]
 
 
 def _words(allowed: NDArray[np.bool_]) -> Ints:

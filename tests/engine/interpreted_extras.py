@@ -70,7 +70,7 @@ def no_copy_outlives_its_launch() -> Iterator[None]:
         assert not any(copy() is not None for copy in copies), "a step under way holds a copy of its logits"
         return step
 
-    with patch("engine.gpu.asking.drawn_logprobs", look), patch.object(GpuRunner, "launch", launch_and_see):
+    with patch("engine.gpu.step_extras.drawn_logprobs", look), patch.object(GpuRunner, "launch", launch_and_see):
         yield
     assert copies, "no logits were changed"
 

@@ -18,7 +18,7 @@ from tests.fakes import EOS, VOCAB_SIZE, OneOf
 pytest.importorskip("triton")
 
 if TYPE_CHECKING:
-    from engine.gpu.asking import Asking
+    from engine.gpu.step_extras import StepExtras
 
 NO_TOKENS = np.zeros(0, dtype=np.int64)
 
@@ -31,14 +31,14 @@ def sit(rows: GpuRows, sequence_id: int, *options: bytes) -> None:
     rows.apply(batch, columns_of(batch)[0])
 
 
-def launch(rows: GpuRows) -> Asking:
+def launch(rows: GpuRows) -> StepExtras:
     """A step of that seat, up to where its token is drawn."""
-    from engine.gpu.asking import Asking
+    from engine.gpu.step_extras import StepExtras
 
     columns, own = columns_of(ScheduledBatch(0, (0,), (0,), (0,), (2,), (True,)))
-    asking = Asking(columns, own, rows.wants, lambda *arrays: list(map(torch.from_numpy, arrays)))
-    rows.wants.constraints[0].allow(VOCAB_SIZE, NO_TOKENS)
-    return asking
+    step = StepExtras(columns, own, rows.extras, lambda *arrays: list(map(torch.from_numpy, arrays)))
+    rows.extras.constraints[0].allow(VOCAB_SIZE, NO_TOKENS)
+    return step
 
 
 def make_rows() -> GpuRows:
@@ -48,33 +48,33 @@ def make_rows() -> GpuRows:
 def test_a_token_is_taken_by_the_constraint_that_it_was_drawn_under() -> None:
     rows = make_rows()
     sit(rows, 1, b"abc", b"abd")
-    asking = launch(rows)
-    assert asking.take([ord("a")]) == ({}, {0: (ord("b"),)})
+    step = launch(rows)
+    assert step.take([ord("a")]) == ({}, {0: (ord("b"),)})
 
 
 def test_what_is_read_late_is_nothing_to_who_has_the_seat_by_then() -> None:
     rows = make_rows()
     sit(rows, 1, b"abc", b"abd")
-    asking = launch(rows)
+    step = launch(rows)
     sit(rows, 2, b"xyz")
     behind = launch(rows)
-    assert asking.take([ord("a")]) == ({}, {})
-    assert not asking.failures
+    assert step.take([ord("a")]) == ({}, {})
+    assert not step.failures
     assert behind.take([ord("x")]) == ({}, {0: (ord("y"), ord("z"), EOS)})
 
 
 def test_rows_that_stand_for_nothing_ask_for_nothing() -> None:
-    from engine.gpu.asking import Asking
+    from engine.gpu.step_extras import StepExtras
 
     columns, own = columns_of(ScheduledBatch(0, (0,), (0,), (0,), (2,), (True,)))
     padding = columns._replace(sample_positions=np.full(1, -1, dtype=np.int32))
-    wants = make_rows().wants
-    assert not Asking(padding, own, wants, list)
-    wants.set(0, SamplingParams(min_tokens=1, stop_token_ids=frozenset({EOS})), (5, 6), 2)
-    assert not Asking(padding, own, wants, list)
-    assert Asking(columns, own, wants, list), "the first token may not be the last"
+    extras = make_rows().extras
+    assert not StepExtras(padding, own, extras, list)
+    extras.set(0, SamplingParams(min_tokens=1, stop_token_ids=frozenset({EOS})), (5, 6), 2)
+    assert not StepExtras(padding, own, extras, list)
+    assert StepExtras(columns, own, extras, list), "the first token may not be the last"
 
 
 @pytest.mark.slow
 def test_log_probabilities_are_those_that_the_processor_tells_whatever_else_rows_ask_for() -> None:
-    assert run_interpreted("tests.engine.interpreted_asking") == "35 log-probabilities agree\n"
+    assert run_interpreted("tests.engine.interpreted_extras") == "35 log-probabilities agree\n"

@@ -6,6 +6,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+# Marks a token of the prompt beside how often it stands in the answer.
+PROMPT: Final = 1 << 30
 # Of the likeliest tokens of a row, there is room for so many to be told.
 MOST: Final = 20
 # Numbers that are told of a row.
@@ -31,17 +33,33 @@ class SamplingColumns(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """One line for each logit that something is added to; no token of a row comes twice.
+    """What is added to the logits of each seat's rows; no token of a seat comes twice.
 
     Attributes:
-        rows: [A] int32, of the logits.
+        starts: [seats + 1] int32; what is seat s's stands from starts[s] to starts[s + 1] in the others.
         token_ids: [A] int32.
         values: [A] float32; -inf forbids the token.
+        early_values: [A] float32, the same where no stop token may come yet.
+    """
+
+    starts: torch.Tensor
+    token_ids: torch.Tensor
+    values: torch.Tensor
+    early_values: torch.Tensor
+
+
+class Biased(NamedTuple):
+    """One line for each row that something is added to.
+
+    Attributes:
+        rows: [B] int32, of the logits.
+        seats: [B] int32.
+        is_early: [B] int32, 1 where no stop token may come yet, else 0.
     """
 
     rows: torch.Tensor
-    token_ids: torch.Tensor
-    values: torch.Tensor
+    seats: torch.Tensor
+    is_early: torch.Tensor
 
 
 class Penalized(NamedTuple):
@@ -49,8 +67,9 @@ class Penalized(NamedTuple):
 
     Attributes:
         rows: [M] int32, of the logits.
-        seats: [M] int32, the row's line of the known tokens.
+        seats: [M] int32, the row's line of the known tokens and of their counts.
         num_prompt_tokens: [M] int32.
+        num_counted: [M] int32, tokens that are counted already; where there are none the counts may be another's.
         num_tokens: [M] int32, prompt and answer.
         penalties: [M, 3] float32, for repetition (1 for none), frequency and presence.
     """
@@ -58,6 +77,7 @@ class Penalized(NamedTuple):
     rows: torch.Tensor
     seats: torch.Tensor
     num_prompt_tokens: torch.Tensor
+    num_counted: torch.Tensor
     num_tokens: torch.Tensor
     penalties: torch.Tensor
 

@@ -6,18 +6,18 @@ Names and signatures are those of kernels/gpu/sampling.py and kernels/gpu/logits
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from kernels.draws import PROMPT
 from kernels.noise import spread, words_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kernels.draws import Biases, Logprobs, Penalized, SamplingColumns
+    from kernels.draws import Biased, Biases, Logprobs, Penalized, SamplingColumns
 
 
 def sample(
@@ -88,28 +88,48 @@ def apply_token_mask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tens
         logits[row, torch.from_numpy(~each).to(logits.device)] = -math.inf
 
 
-def add_biases(logits: torch.Tensor, biases: Biases) -> None:
-    """Add to some logits [R, V], in place; no token of a row comes twice."""
-    for row, token_id, value in zip(*[column.tolist() for column in biases], strict=True):
-        logits[row, token_id] += value
+def add_biases(logits: torch.Tensor, biases: Biases, lines: Biased) -> None:
+    """Add to some logits [R, V], in place; no row comes twice."""
+    for row, seat, is_early in zip(*[column.tolist() for column in lines], strict=True):
+        own = slice(*biases.starts[seat : seat + 2].tolist())
+        values = (biases.early_values if is_early else biases.values)[own].tolist()
+        for token_id, value in zip(biases.token_ids[own].tolist(), values, strict=True):
+            logits[row, token_id] += value
 
 
-def penalize(logits: torch.Tensor, token_ids: torch.Tensor, lines: Penalized) -> None:
+def count_tokens(counts: torch.Tensor, token_ids: torch.Tensor, lines: Penalized) -> None:
+    """Count the tokens of some seats that were not counted yet, in place.
+
+    Args:
+        counts: [seats, V] int32: how often a token stands in the answer, and `PROMPT` more where the prompt has it.
+        token_ids: [seats, context] int32, the known tokens of each seat.
+        lines: no seat comes twice.
+    """
+    columns = [column.tolist() for column in lines[1:5]]
+    for seat, num_prompt, num_counted, num_tokens in zip(*columns, strict=True):
+        if num_counted == 0:
+            counts[seat] = 0
+        for place, token_id in enumerate(token_ids[seat, num_counted:num_tokens].tolist(), start=num_counted):
+            if place < num_prompt:
+                counts[seat, token_id] |= PROMPT
+            else:
+                counts[seat, token_id] += 1
+
+
+def penalize(logits: torch.Tensor, counts: torch.Tensor, lines: Penalized) -> None:
     """Lower the logits of tokens that there are already, in place: repetition first, as vLLM does.
 
     Args:
         logits: [R, V] float32.
-        token_ids: [seats, context] int32, the known tokens of each seat.
+        counts: [seats, V] int32, by `count_tokens`.
         lines: no row comes twice.
     """
-    columns = [column.tolist() for column in lines]
-    for row, seat, num_prompt, num_tokens, (repetition, frequency, presence) in zip(*columns, strict=True):
-        known = token_ids[seat, :num_tokens].tolist()
-        counts = Counter(known[num_prompt:])
-        for token_id in set(known):
+    columns = (lines.rows.tolist(), lines.seats.tolist(), lines.penalties.tolist())
+    for row, seat, (repetition, frequency, presence) in zip(*columns, strict=True):
+        for token_id in counts[seat].nonzero().flatten().tolist():
             value = float(logits[row, token_id])
             value = value / repetition if value > 0 else value * repetition
-            count = counts[token_id]
+            count = int(counts[seat, token_id]) & (PROMPT - 1)
             logits[row, token_id] = value - frequency * count - presence * (count > 0)
 
 

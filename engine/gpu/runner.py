@@ -156,6 +156,8 @@ class GpuRunner:
         self._scratch = make_scratch(seats, vocab_size, device)
         # One place for the logits of all steps: graphs of many sizes would each keep their own.
         self._logits = torch.empty((seats, vocab_size), dtype=torch.float32, device=device)
+        # How often each token stands in what a seat holds, of those whose penalties ask for it.
+        self._counts = torch.empty((seats, vocab_size), dtype=torch.int32, device=device)
         self._drawn = torch.zeros(seats, dtype=torch.int32, device=device)
         # Two, in turn: a step may be launched before what came of the one before it is read.
         self._hosts = [torch.zeros(seats, dtype=torch.int32, pin_memory=device.type != "cpu") for _ in range(2)]
@@ -295,7 +297,7 @@ class GpuRunner:
             num_draws = len(columns.sample_tokens)
             logits = self.logits(columns.num_rows, columns.num_tokens, columns.max_query_len, num_draws)
         if extras:
-            extras.adjust(logits, self._rows.token_ids)
+            extras.adjust(logits, self._rows.token_ids, self._counts)
         if self.graphs is not None and size is not None:
             self.graphs.draw(size)
         elif logits.shape[0]:

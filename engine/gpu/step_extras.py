@@ -9,21 +9,18 @@ import torch
 
 from engine.batch import TokenLogprobs
 from engine.drawing import cause_of
-from engine.gpu.seat_extras import NO_BIAS
-from kernels.draws import WIDTH, Biases, Logprobs, Penalized
-from kernels.gpu.logits import add_biases, apply_token_mask, penalize
+from kernels.draws import WIDTH, Biased, Logprobs, Penalized
+from kernels.gpu.logits import add_biases, apply_token_mask, count_tokens, penalize
 from kernels.gpu.logprobs import drawn_logprobs, top_logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from engine.drawing import Extras
     from engine.gpu.columns import Columns, Ints
-    from engine.gpu.seat_extras import SeatExtras
-
-    Bring = Callable[..., list[torch.Tensor]]
+    from engine.gpu.seat_extras import Bring, SeatExtras
 
 NO_MASKS: Final = np.zeros((0, 1), dtype=np.int32)
 
@@ -84,33 +81,41 @@ class StepExtras:
     def __bool__(self) -> bool:
         return bool(len(self._lines))
 
-    def adjust(self, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def adjust(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor) -> None:
         """Change logits before tokens are drawn; of rows that will tell, look first.
 
         Args:
             logits: [S, V] float32.
             token_ids: [seats, context] int32, the known tokens of each seat.
+            counts: [seats, V] int32, how often each of them stands there, from step to step.
         """
+        of_seats, seats = self._of_seats, self._seats
         masks = self._masks(logits.shape[1])
-        biased, biases = self._biases()
-        penalized = np.flatnonzero(self._of_seats.is_penalized[self._seats])
+        biased = np.flatnonzero(of_seats.is_biased[seats] | self._is_early)
+        penalized = np.flatnonzero(of_seats.is_penalized[seats])
         is_changed = np.zeros(len(self._lines), dtype=bool)
         is_changed[biased] = is_changed[penalized] = True
         is_kept = is_changed[self._with_logprobs]
         places = np.where(is_kept, np.cumsum(is_kept) - 1, -1).astype(np.int32)
-        lines = self._lines[self._with_logprobs]
-        rows_there, kept, there, *rest = self._bring(
-            lines, lines[is_kept], places, *biases, *self._penalties(penalized), *masks
-        )
+        lines, biased_seats, penalized_seats = self._lines[self._with_logprobs], seats[biased], seats[penalized]
+        num_counted, num_tokens = of_seats.num_counted[penalized_seats], self._positions[penalized]
+        there = self._bring(
+            lines, lines[is_kept], places,
+            self._lines[biased], biased_seats, self._is_early[biased].astype(np.int32),
+            self._lines[penalized], penalized_seats, of_seats.num_prompt_tokens[penalized_seats], num_counted,
+            num_tokens, of_seats.penalties[penalized_seats],
+            *masks,
+        )  # fmt: skip
         if len(lines):
-            buffer = torch.empty((len(lines), WIDTH), dtype=torch.int32, device=logits.device)
-            top_logprobs(logits, rows_there, max(self._counts), Logprobs.of(buffer))
-            self._logprob_rows = LogprobRows(
-                buffer, rows_there, logits.index_select(0, kept) if len(kept) else logits, there
-            )
-        add_biases(logits, Biases(*rest[:3]))
-        penalize(logits, token_ids, Penalized(*rest[3:8]))
-        apply_token_mask(logits, rest[9], rest[8])
+            self._find_logprobs(logits, *there[:3])
+        if len(biased):
+            add_biases(logits, of_seats.biases_there(self._bring), Biased(*there[3:6]))
+        if len(penalized):
+            rows, most = Penalized(*there[6:12]), int((num_tokens - num_counted).max())
+            count_tokens(counts, token_ids, rows, most=most, anew=not num_counted.all())
+            of_seats.num_counted[penalized_seats] = num_tokens
+            penalize(logits, counts, rows)
+        apply_token_mask(logits, there[13], there[12])
 
     def fetch_logprobs(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
         """Look at the tokens that were drawn, [S] int32, of rows that will tell; does not wait."""
@@ -149,6 +154,19 @@ class StepExtras:
                 logprobs[row] = TokenLogprobs(token_ids[row], drawn, pairs)
         return logprobs
 
+    def _find_logprobs(
+        self, logits: torch.Tensor, lines: torch.Tensor, kept: torch.Tensor, places: torch.Tensor
+    ) -> None:
+        """Of these lines, before they are changed.
+
+        Args:
+            kept: [K] int32, those that will be.
+            places: as in `LogprobRows`.
+        """
+        buffer = torch.empty((len(lines), WIDTH), dtype=torch.int32, device=logits.device)
+        top_logprobs(logits, lines, max(self._counts), Logprobs.of(buffer))
+        self._logprob_rows = LogprobRows(buffer, lines, logits.index_select(0, kept) if len(kept) else logits, places)
+
     def _masks(self, vocab_size: int) -> tuple[Ints, Ints]:
         """What constraints allow: [M] lines and [M, ⌈V / 32⌉] words. Where only stops are left they may come early."""
         lines, masks = [], []
@@ -164,24 +182,6 @@ class StepExtras:
             lines.append(self._lines[index])
             masks.append(_words(allowed))
         return np.array(lines, dtype=np.int32), np.stack(masks) if masks else NO_MASKS
-
-    def _biases(self) -> tuple[NDArray[np.intp], tuple[Ints, Ints, NDArray[np.float32]]]:
-        """Which rows something is added to; and to which logits, a line of it each: [A]."""
-        of_seats = self._of_seats
-        biased = np.flatnonzero(of_seats.is_biased[self._seats] | self._is_early)
-        rows = zip(self._seats[biased].tolist(), self._is_early[biased].tolist(), strict=True)
-        biases = [(of_seats.early_biases if is_early else of_seats.biases)[seat] for seat, is_early in rows] or [
-            NO_BIAS
-        ]
-        token_ids, values = zip(*biases, strict=True)
-        lines = np.repeat(self._lines[biased], [len(each) for each in token_ids][: len(biased)])
-        return biased, (lines, np.concatenate(token_ids), np.concatenate(values))
-
-    def _penalties(self, penalized: NDArray[np.intp]) -> tuple[NDArray[np.generic], ...]:
-        """The columns of `Penalized`."""
-        seats = self._seats[penalized]
-        known = self._of_seats.num_prompt_tokens[seats], self._positions[penalized]
-        return self._lines[penalized], seats, *known, self._of_seats.penalties[seats]
 
 
 def _words(allowed: NDArray[np.bool_]) -> Ints:

@@ -9,8 +9,8 @@ import torch
 
 from kernels import reference_sampling
 from kernels.bench.cases import TOLERANCE, Case, Work, assert_close
-from kernels.draws import MOST, WIDTH, Biases, Logprobs, Penalized, SamplingColumns
-from kernels.gpu.logits import MAX_COUNTED, add_biases, apply_token_mask, penalize
+from kernels.draws import MOST, WIDTH, Biased, Biases, Logprobs, Penalized, SamplingColumns
+from kernels.gpu.logits import add_biases, apply_token_mask, count_tokens, penalize
 from kernels.gpu.logprobs import drawn_logprobs, top_logprobs
 from kernels.gpu.sampling import make_scratch, sample
 
@@ -87,19 +87,29 @@ def make_mask(num_masks: int, num_rows: int, vocab_size: int, device: torch.devi
     return Work(run, check, masks.nbytes + num_masks * vocab_size * logits.itemsize // 2)
 
 
-def make_biases(num_lines: int, num_rows: int, vocab_size: int, device: torch.device) -> Work:
-    """So many lines spread over the rows."""
-    logits = torch.randn((num_rows, vocab_size), device=device)
-    lines = torch.arange(num_lines, dtype=torch.int32, device=device)
-    values = torch.where(lines % 3 == 0, float("-inf"), lines.float() / num_lines)
-    biases = Biases(lines % num_rows, lines // num_rows * 5 % vocab_size, values)
-    run = partial(add_biases, logits, biases)
-    check = partial(_check_in_place, run, partial(reference_sampling.add_biases, biases=biases), logits)
-    return Work(run, check, 3 * lines.nbytes + 2 * 32 * num_lines)
+def make_biases(num_seats: int, most: int, vocab_size: int, device: torch.device) -> Work:
+    """A row of each seat, in the opposite order, with up to so many tokens; stop tokens may not come in every other."""
+    logits = torch.randn((num_seats, vocab_size), device=device)
+    seats = torch.arange(num_seats, dtype=torch.int32)
+    lengths = 43 * seats % (most + 1)
+    starts = torch.cat((seats[:1], lengths)).cumsum(0, dtype=torch.int32)
+    lines = torch.arange(int(starts[-1]), dtype=torch.int32)
+    token_ids = 7 * (lines - starts[:-1].repeat_interleave(lengths)) % vocab_size
+    values = torch.where(lines % 3 == 0, float("-inf"), lines / len(lines))
+    early_values = torch.where(lines % 5 == 0, float("-inf"), values)
+    biases = Biases(*[column.to(device) for column in (starts, token_ids, values, early_values)])
+    biased = Biased(*[column.to(device) for column in (seats.flip(0), seats, seats % 2)])
+    run = partial(add_biases, logits, biases, biased)
+    plain = partial(reference_sampling.add_biases, biases=biases, lines=biased)
+    return Work(run, partial(_check_in_place, run, plain, logits), len(lines) * (3 * 4 + 2 * 32))
 
 
-def make_penalties(num_lines: int, context: int, vocab_size: int, device: torch.device) -> Work:
-    """Rows with a prompt and an answer of several lengths, in which many tokens come more than once."""
+def make_penalties(num_lines: int, context: int, most: int, vocab_size: int, device: torch.device) -> Work:
+    """Rows with a prompt and an answer of several lengths, in which many tokens come more than once.
+
+    Args:
+        most: the last tokens of each, which are not counted yet.
+    """
     logits = torch.randn((num_lines + 1, vocab_size), device=device)
     token_ids = torch.randint(0, max(1, vocab_size // 2), (num_lines + 1, context), dtype=torch.int32, device=device)
     lines = torch.arange(num_lines, dtype=torch.int32, device=device)
@@ -108,15 +118,30 @@ def make_penalties(num_lines: int, context: int, vocab_size: int, device: torch.
         num_lines - lines,
         lines,
         lines * context // (2 * num_lines),
+        (context - lines - most).clamp(min=0),
         context - lines,
         penalties[lines.long() % 3].contiguous(),
     )
-    counted = 2 if device.type == "cpu" else MAX_COUNTED
-    counts = torch.full((counted, vocab_size), -7, dtype=torch.int32, device=device)
-    run = partial(penalize, logits, token_ids, penalized, counts=counts)
-    plain = partial(reference_sampling.penalize, token_ids=token_ids, lines=penalized)
-    check = partial(_check_in_place, run, plain, logits)
-    return Work(run, check, num_lines * (4 * context + 16 * vocab_size))
+    counts = torch.zeros((num_lines + 1, vocab_size), dtype=torch.int32, device=device)
+
+    def run() -> None:
+        count_tokens(counts, token_ids, penalized, most=most, anew=context - num_lines < most)
+        penalize(logits, counts, penalized)
+
+    def check() -> None:
+        counted = penalized.num_counted
+        reference_sampling.count_tokens(
+            counts, token_ids, penalized._replace(num_counted=torch.zeros_like(counted), num_tokens=counted)
+        )
+        counts[lines[counted == 0].long()] = -7  # another's
+        expected, expected_counts = logits.clone(), counts.clone()
+        reference_sampling.count_tokens(expected_counts, token_ids, penalized)
+        reference_sampling.penalize(expected, expected_counts, penalized)
+        run()
+        torch.testing.assert_close(counts, expected_counts, rtol=0.0, atol=0.0)
+        assert_close(logits, expected, TOLERANCE[torch.float32])
+
+    return Work(run, check, num_lines * 4 * (most + vocab_size))
 
 
 def make_top(num_lines: int, num_rows: int, vocab_size: int, num_top: int, device: torch.device) -> Work:
@@ -164,8 +189,10 @@ def main_cases() -> list[Case]:
                 make = partial(make_draw, kinds, num_rows, vocab_size, rounded)
                 cases.append(Case("sample", f"{shape}, {name}, {NAMES[rounded]}", make))
     cases.append(Case("apply_token_mask", "64 of 256 × 151936", partial(make_mask, 64, 256, 151_936)))
-    cases.append(Case("add_biases", "32768 of 256 × 151936", partial(make_biases, 32_768, 256, 151_936)))
-    cases.append(Case("penalize", "64 × 4096 tokens of 151936", partial(make_penalties, 64, 4096, 151_936)))
+    cases.append(Case("add_biases", "up to 128 of 256 × 151936", partial(make_biases, 256, 128, 151_936)))
+    for most in (1, 4096):
+        make = partial(make_penalties, 256, 4096, most, 151_936)
+        cases.append(Case("penalize", f"256 × 4096 tokens of 151936, {most} of them new", make))
     cases.append(Case("top_logprobs", "20 of 256 × 151936", partial(make_top, 256, 256, 151_936, MOST)))
     return cases
 
@@ -179,8 +206,10 @@ def small_cases() -> list[Case]:
         for rounded in (ROUNDED if vocab == 77 else ROUNDED[:1])
     ]
     cases.append(Case("apply_token_mask", "2 of 3 × 1077", partial(make_mask, 2, 3, 1077)))
-    cases.append(Case("add_biases", "300 of 7 × 500", partial(make_biases, 300, 7, 500)))
-    cases.append(Case("penalize", "3 × 50 tokens of 40", partial(make_penalties, 3, 50, 40)))
+    cases.append(Case("add_biases", "up to 300 of 7 × 500", partial(make_biases, 7, 300, 500)))
+    for context, most, vocab in ((150, 150, 40), (50, 45, 1100), (50, 1, 40)):
+        make = partial(make_penalties, 3, context, most, vocab)
+        cases.append(Case("penalize", f"3 × {context} tokens of {vocab}, {most} of them new", make))
     for lines, rows, vocab, top in ((3, 4, 4099, 20), (4, 4, 5, 20), (2, 2, 9000, 1), (1, 3, 70, 5), (2, 2, 100, 0)):
         case = partial(make_top, lines, rows, vocab, top)
         cases.append(Case("top_logprobs", f"{top} of {lines} × {vocab}", case))

@@ -2,55 +2,76 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
-from kernels.draws import Penalized
+from kernels.draws import PROMPT
 
 if TYPE_CHECKING:
-    from kernels.draws import Biases
+    import torch
 
-# Marks a token of the prompt beside how often it stands in the answer.
-PROMPT = 1 << 30
-# Rows whose tokens are counted at a time: a counter for each token of the vocabulary is as large as the logits.
-MAX_COUNTED: Final = 32
+    from kernels.draws import Biased, Biases, Penalized
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit
 def add_biases_kernel(
     logits_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     values_ptr: tl.tensor,
-    num_lines: tl.tensor,
+    early_values_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    seats_ptr: tl.tensor,
+    is_early_ptr: tl.tensor,
     logits_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Lines from `program_id(0) * BLOCK` on."""
-    lines = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = lines < num_lines
-    rows = tl.load(rows_ptr + lines, mask=inside, other=0).to(tl.int64)  # row * stride may pass 2³¹
-    places = logits_ptr + rows * logits_stride + tl.load(token_ids_ptr + lines, mask=inside, other=0)
-    values = tl.load(places, mask=inside, other=0.0) + tl.load(values_ptr + lines, mask=inside, other=0.0)
-    tl.store(places, values, mask=inside)
+    """Line `program_id(0)`: BLOCK of its logits at a time."""
+    line = tl.program_id(0)
+    row = tl.load(rows_ptr + line).to(tl.int64)  # row * stride may pass 2³¹
+    seat = tl.load(seats_ptr + line)
+    is_early = tl.load(is_early_ptr + line) != 0
+    end = tl.load(starts_ptr + seat + 1)
+    for start in range(tl.load(starts_ptr + seat), end, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        inside = places < end
+        logits = logits_ptr + row * logits_stride + tl.load(token_ids_ptr + places, mask=inside, other=0)
+        values = tl.load(values_ptr + places, mask=inside, other=0.0)
+        early_values = tl.load(early_values_ptr + places, mask=inside, other=0.0)
+        added = tl.load(logits, mask=inside, other=0.0) + tl.where(is_early, early_values, values)
+        tl.store(logits, added, mask=inside)
 
 
-def add_biases(logits: torch.Tensor, biases: Biases) -> None:
+def add_biases(logits: torch.Tensor, biases: Biases, lines: Biased) -> None:
     """Add to some logits, in place.
 
     Args:
         logits: [R, V] float32; of a row the elements lie side by side.
-        biases: no token of a row comes twice.
+        biases: of all seats.
+        lines: no row comes twice.
     """
-    num_lines = biases.rows.shape[0]
+    num_lines = lines.rows.shape[0]
     if num_lines:
-        block = 256
-        add_biases_kernel[(triton.cdiv(num_lines, block),)](
-            logits, *biases, num_lines, logits.stride(0), BLOCK=block, num_warps=4
-        )
+        add_biases_kernel[(num_lines,)](logits, *biases, *lines, logits.stride(0), BLOCK=128, num_warps=4)
+
+
+@triton.jit
+def clear_counts_kernel(
+    counts_ptr: tl.tensor,
+    seats_ptr: tl.tensor,
+    num_counted_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (line, part): BLOCK counts of a seat of which no token is counted yet."""
+    line = tl.program_id(0)
+    if tl.load(num_counted_ptr + line) == 0:
+        seat = tl.load(seats_ptr + line).to(tl.int64)  # seat * size may pass 2³¹
+        token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        places = counts_ptr + seat * vocab_size + token_ids
+        tl.store(places, tl.zeros([BLOCK], tl.int32), mask=token_ids < vocab_size)
 
 
 @triton.jit
@@ -59,22 +80,46 @@ def count_tokens_kernel(
     token_ids_ptr: tl.tensor,
     seats_ptr: tl.tensor,
     num_prompt_tokens_ptr: tl.tensor,
+    num_counted_ptr: tl.tensor,
     num_tokens_ptr: tl.tensor,
     vocab_size: tl.tensor,
     token_ids_stride: tl.tensor,
     PROMPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (line, part): BLOCK of a row's tokens. Whole numbers add up to the same in any order."""
+    """Program (line, part): BLOCK of a row's new tokens. Whole numbers add up to the same in any order."""
     line = tl.program_id(0)
     seat = tl.load(seats_ptr + line).to(tl.int64)  # seat * stride may pass 2³¹
     num_prompt_tokens = tl.load(num_prompt_tokens_ptr + line)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.load(num_counted_ptr + line) + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < tl.load(num_tokens_ptr + line)
     token_ids = tl.load(token_ids_ptr + seat * token_ids_stride + places, mask=inside, other=0)
-    counters = counts_ptr + line.to(tl.int64) * vocab_size + token_ids
+    counters = counts_ptr + seat * vocab_size + token_ids
     tl.atomic_or(counters, tl.full([BLOCK], PROMPT, tl.int32), mask=inside & (places < num_prompt_tokens))
     tl.atomic_add(counters, tl.full([BLOCK], 1, tl.int32), mask=inside & (places >= num_prompt_tokens))
+
+
+def count_tokens(counts: torch.Tensor, token_ids: torch.Tensor, lines: Penalized, *, most: int, anew: bool) -> None:
+    """Count the tokens of some seats that were not counted yet, in place.
+
+    Args:
+        counts: [seats, V] int32: how often a token stands in the answer, and `PROMPT` more where the prompt has it.
+        token_ids: [seats, context] int32, the known tokens of each seat, below V.
+        lines: no seat comes twice.
+        most: tokens to be counted of the line that has most.
+        anew: whether a line has no token that is counted.
+    """
+    num_lines, vocab_size = lines.rows.shape[0], counts.shape[1]
+    if not num_lines:
+        return
+    if anew:
+        clear_counts_kernel[(num_lines, triton.cdiv(vocab_size, 1024))](
+            counts, lines.seats, lines.num_counted, vocab_size, BLOCK=1024, num_warps=4
+        )
+    count_tokens_kernel[(num_lines, triton.cdiv(max(most, 1), 128))](
+        counts, token_ids, lines.seats, lines.num_prompt_tokens, lines.num_counted, lines.num_tokens, vocab_size,
+        token_ids.stride(0), PROMPT=PROMPT, BLOCK=128, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -82,6 +127,7 @@ def penalize_kernel(
     logits_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     rows_ptr: tl.tensor,
+    seats_ptr: tl.tensor,
     penalties_ptr: tl.tensor,
     vocab_size: tl.tensor,
     logits_stride: tl.tensor,
@@ -90,25 +136,23 @@ def penalize_kernel(
 ) -> None:
     """Program (line, part): BLOCK logits of a row."""
     line = tl.program_id(0)
-    row = tl.load(rows_ptr + line).to(tl.int64)  # row * stride may pass 2³¹
+    row = tl.load(rows_ptr + line).to(tl.int64)  # row * stride may pass 2³¹, and so may seat * size
+    seat = tl.load(seats_ptr + line).to(tl.int64)
     repetition = tl.load(penalties_ptr + 3 * line)
     frequency = tl.load(penalties_ptr + 3 * line + 1)
     presence = tl.load(penalties_ptr + 3 * line + 2)
     token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token_ids < vocab_size
-    seen = tl.load(counts_ptr + line.to(tl.int64) * vocab_size + token_ids, mask=inside, other=0)
+    seen = tl.load(counts_ptr + seat * vocab_size + token_ids, mask=token_ids < vocab_size, other=0)
     places = logits_ptr + row * logits_stride + token_ids
-    values = tl.load(places, mask=inside, other=0.0)
+    values = tl.load(places, mask=seen != 0, other=0.0)
     counts = seen & (PROMPT - 1)
     values = tl.where(values > 0, values / repetition, values * repetition)
     values -= frequency * counts.to(tl.float32)
     values -= presence * (counts > 0).to(tl.float32)
-    tl.store(places, values, mask=inside & (seen != 0))
+    tl.store(places, values, mask=seen != 0)
 
 
-def penalize(
-    logits: torch.Tensor, token_ids: torch.Tensor, lines: Penalized, *, counts: torch.Tensor | None = None
-) -> None:
+def penalize(logits: torch.Tensor, counts: torch.Tensor, lines: Penalized) -> None:
     """Lower the logits of tokens that there are already, in place: repetition first, as vLLM does.
 
     Repetition is that of Keskar et al. (CTRL), over prompt and answer; frequency and presence are OpenAI's, over the
@@ -116,33 +160,15 @@ def penalize(
 
     Args:
         logits: [R, V] float32; of a row the elements lie side by side.
-        token_ids: [seats, context] int32, the known tokens of each seat, below V.
+        counts: [seats, V] int32, by `count_tokens`.
         lines: no row comes twice.
-        counts: [C, V] int32, room to count in, for so many rows at a time; made for `MAX_COUNTED` when it is not given.
     """
     num_lines, vocab_size = lines.rows.shape[0], logits.shape[1]
-    if not num_lines:
-        return
-    if counts is None:
-        counts = torch.empty((min(num_lines, MAX_COUNTED), vocab_size), dtype=torch.int32, device=logits.device)
-    for first in range(0, num_lines, counts.shape[0]):
-        part = Penalized(*[column[first : first + counts.shape[0]] for column in lines])
-        _penalize_some(logits, token_ids, part, counts[: part.rows.shape[0]])
-
-
-def _penalize_some(logits: torch.Tensor, token_ids: torch.Tensor, lines: Penalized, counts: torch.Tensor) -> None:
-    """`penalize` with room for all of these lines."""
-    num_lines, vocab_size = counts.shape
-    counts.zero_()
-    block = 1024
-    count_tokens_kernel[(num_lines, triton.cdiv(token_ids.shape[1], block))](
-        counts, token_ids, lines.seats, lines.num_prompt_tokens, lines.num_tokens, vocab_size, token_ids.stride(0),
-        PROMPT=PROMPT, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    penalize_kernel[(num_lines, triton.cdiv(vocab_size, block))](
-        logits, counts, lines.rows, lines.penalties, vocab_size, logits.stride(0),
-        PROMPT=PROMPT, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+    if num_lines:
+        penalize_kernel[(num_lines, triton.cdiv(vocab_size, 1024))](
+            logits, counts, lines.rows, lines.seats, lines.penalties, vocab_size, logits.stride(0),
+            PROMPT=PROMPT, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit

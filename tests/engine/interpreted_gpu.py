@@ -61,7 +61,7 @@ def requests() -> list[GenerationRequest]:
         "required": ["ok"],
         "additionalProperties": False,
     }
-    constrained = request(9, 6, 24, logit_bias=bias())
+    constrained = request(9, 6, 24, logit_bias=bias(), frequency_penalty=0.5)  # counts what follows without a draw too
     return [
         request(0, 3, 9),
         request(1, 18, 8),

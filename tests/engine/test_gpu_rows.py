@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from engine.errors import ConfigError
 from engine.gpu.columns import columns_of
 from engine.gpu.graphs import graph_size, sizes_for
 from engine.gpu.rows import Changes, GpuRows, Layout
+from engine.gpu.seat_extras import SeatExtras
 from engine.sampler import noise_key
 from engine.sequence import MAX_LOGPROBS, SamplingParams
 from kernels.draws import MOST
@@ -130,13 +132,37 @@ def test_what_a_seat_asks_for_is_there_until_it_changes_hands() -> None:
     assert extras.penalties[1].tolist() == [1.0, 0.0, 0.5]
     assert extras.num_logprobs[1] == MOST, "no more than there is room for"
     assert MAX_LOGPROBS <= MOST, "what may be asked for is told"
-    bias, early = ([column.tolist() for column in each[1]] for each in (extras.biases, extras.early_biases))
-    assert bias == [[9, 4], [5.0, -1.0]]
-    assert early == [[9, 4, 7], [-np.inf, -1.0, -np.inf]], "whatever its bias, a stop token is not drawn"
+    token_ids, values, early_values = (column.tolist() for column in extras.biases[1])
+    assert (token_ids, values) == ([9, 4, 7], [5.0, -1.0, 0.0])
+    assert early_values == [-np.inf, -1.0, -np.inf], "whatever its bias, a stop token is not drawn"
     apply(rows, batch_of((1, 2, 0, 1), seated=(Seated(1, 2, (1,), 1, SamplingParams()),), new_blocks=((1, (0,)),)))
     assert extras.is_plain[1]
     assert not any((extras.is_biased[1], extras.is_penalized[1], extras.stops_from[1]))
     assert extras.num_logprobs[1] == -1
+
+
+def test_biases_go_to_the_device_when_they_change_and_not_with_every_step() -> None:
+    extras, brought = SeatExtras(3, 50), list[int]()
+
+    def starts_and_ids() -> tuple[list[int], list[int]]:
+        biases = extras.biases_there(bring)
+        return biases.starts.tolist(), biases.token_ids.tolist()
+
+    def bring(*arrays: np.ndarray) -> list[torch.Tensor]:
+        brought.append(len(arrays))
+        return list(map(torch.from_numpy, arrays))
+
+    bound = SamplingParams(min_tokens=3, stop_token_ids=frozenset({7, 9}))
+    extras.set(1, bound, (1, 2), 2)
+    assert starts_and_ids() == ([0, 0, 2, 2], [7, 9])
+    extras.set(0, SamplingParams(stop_token_ids=frozenset({7, 9})), (1,), 1)
+    extras.set(1, SamplingParams(), (1,), 1)
+    extras.set(1, bound, (3,), 1)
+    assert starts_and_ids() == ([0, 0, 2, 2], [7, 9]), "as the one before"
+    assert len(brought) == 1
+    extras.set(2, replace(bound, logit_bias=((4, 1.0),)), (3,), 1)
+    assert starts_and_ids() == ([0, 0, 2, 5], [7, 9, 4, 7, 9])
+    assert len(brought) == 2
 
 
 def test_contexts_that_do_not_fit_into_places_are_refused() -> None:

@@ -34,12 +34,13 @@ POLICIES = ("continuous", "static", "dynamic")
 
 
 class Moment(NamedTuple):
-    """What a policy decides by; `now` is in seconds on the engine's clock."""
+    """What a policy decides by; `now` is in seconds on the engine's clock, `is_last` where nobody else will come."""
 
     waiting: WaitingQueue
     num_running: int
     limits: Limits
     now: float
+    is_last: bool
 
 
 class Continuous:
@@ -135,10 +136,13 @@ def whoever_waits(moment: Moment) -> tuple[int, float | None]:
 
 
 def preferred_or_delayed(moment: Moment) -> tuple[int, float | None]:
-    """Dynamic batching: the preferred number as soon as it waits, fewer when the first has waited for the delay."""
+    """Dynamic batching: the preferred number as soon as it waits, fewer when the first has waited for the delay.
+
+    Or at once when there is nobody to wait for: nothing new is taken.
+    """
     limits = moment.limits
     preferred = min(limits.dynamic_preferred_size or limits.max_num_seqs, limits.max_num_seqs)
-    if len(moment.waiting) >= preferred:
+    if len(moment.waiting) >= preferred or moment.is_last:
         return preferred, None
     first = min([sequence.arrival_time for sequence in moment.waiting])
     opens_at = first + limits.dynamic_max_queue_delay_seconds

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import DrainingError, LateError, QueueFullError
 
@@ -26,6 +26,13 @@ UNKNOWN_RETRY_AFTER_SECONDS = 5  # nothing has finished yet
 # Half of the first tokens come later than the rate of reading says, for that is a mean. In simulated overloads of few
 # seats, the worst case, nineteen in twenty came within so many times of it.
 CERTAINTY = 1.5
+
+
+class Forecast(NamedTuple):
+    """Within so many seconds a request has a seat and its first token, nineteen times in twenty."""
+
+    seat: float
+    first_token: float
 
 
 class Door:
@@ -72,6 +79,11 @@ class Door:
         """The open request of that sequence id."""
         return self._open[0].get(number) or self._open[1].get(number)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether `end` was called."""
+        return self._ends_at is not None
+
     def end(self, at: float) -> None:
         """Let nobody in any more; the server will have ended by then."""
         self._ends_at = at
@@ -92,21 +104,21 @@ class Door:
             return
         raise QueueFullError("requests", depth, limit, retry_after_seconds=self.retry_after(background, now))
 
-    def check_tokens(self, handle: Handle, num_tokens: int, now: float) -> None:
-        """Look at a handle whose prompt has so many tokens. One alone of its key is never too long.
+    def check_tokens(self, handle: Handle, token_ids: tuple[int, ...], now: float) -> None:
+        """Look at a handle whose prompt has these tokens. One alone of its key is never too long.
 
         Raises:
             QueueFullError: it cannot wait beside those of its class.
             LateError: `Limits.slo_admission` is on, and its first token would come too late.
         """
-        background, key = handle.request.background, handle.request.key
+        background, key, num_tokens = handle.request.background, handle.request.key, len(token_ids)
         waiting, limit = self._waiting_tokens(background), self._scheduler.limits.max_waiting_tokens
         depth, own = waiting.total(), waiting[key]
         if own and depth + num_tokens > limit and own + num_tokens > self._share(limit, background, key):
             seconds = self._seconds_until_half(depth, self._class_stats(background).finish_token_rate, background, now)
             raise QueueFullError("prompt tokens", depth, limit, retry_after_seconds=seconds)
         if self._scheduler.limits.slo_admission and handle.after is None:
-            self._check_in_time(handle, num_tokens, now)
+            self._check_in_time(handle, token_ids, now)
 
     def retry_after(self, background: bool, now: float) -> int:
         """Whole seconds until about half of the requests of a class that wait will be gone."""
@@ -114,40 +126,51 @@ class Door:
             self._depth(background), self._class_stats(background).finish_rate, background, now
         )
 
-    def predict_ttft(self, handle: Handle, num_tokens: int) -> float | None:
-        """Seconds within which an open request of so many prompt tokens has its first one, nineteen times in twenty.
+    def predict(self, handle: Handle, token_ids: tuple[int, ...], now: float) -> Forecast | None:
+        """When an open request with these prompt tokens has its first one.
 
-        What comes before it is to be read, and itself, at the rate at which prompts were read lately: while seats were
-        short where this one has to wait for one, else while they were not. Between keys the queue is fair: of another
-        key's work no more comes first than this one's key has.
+        What comes before it is to be read, and itself. Where it has to wait for a seat, that is at the rate at which
+        prompts were read lately while seats were short. Else it is as fast as by steps that had more to read than they
+        could, for others do not show it. What was measured long ago keeps nobody out who would be read at once: who is
+        refused is never read, so it would stay so. Between keys the queue is fair: of another key's work no more comes
+        first than this one's key has.
 
         Returns:
             `None` while nothing is measured.
         """
-        scheduler, background = self._scheduler, handle.request.background
-        rate = self._stats.free_prompt_rate.per_second  # it is never faster than that
-        if self._depth(background):
-            rate = self._stats.full_prompt_rate.per_second or rate
-        if not rate:
-            return None
+        scheduler, stats, background = self._scheduler, self._stats, handle.request.background
         unread = sum([max(0, one.num_prompt_tokens - one.num_computed_tokens) for one in scheduler.running])
         waiting = self._waiting_tokens(background, with_followers=False)
-        most = waiting[handle.request.key] + num_tokens
-        ahead = sum([min(tokens, most) for tokens in waiting.values()])
+        own = len(token_ids)
+        most = waiting[handle.request.key] + own
+        before = unread + sum([min(tokens, most) for tokens in waiting.values()])
         if background:
-            ahead += self._waiting_tokens(False, with_followers=False).total()
-        return CERTAINTY * (unread + ahead + num_tokens) / rate
+            before += self._waiting_tokens(False, with_followers=False).total()
+        depth = self._depth(background)
+        rate = stats.full_prompt_rate.per_second if depth else None
+        if not rate:
+            rate = stats.reading_rate.per_second
+            is_first = before <= scheduler.limits.max_num_batched_tokens
+            if not rate or (is_first and not stats.knows_reading(now)):
+                return None
+            own -= scheduler.kv_cache.num_cached(handle.request.cache_root, token_ids)
+        seat = before if depth else 0
+        return Forecast(CERTAINTY * seat / rate, CERTAINTY * (before + own) / rate)
 
-    def _check_in_time(self, handle: Handle, num_tokens: int, now: float) -> None:
-        allowed = handle.request.timeout_seconds
-        if allowed is None:
-            allowed = self._class_stats(handle.request.background).slo.ttft_p95_seconds
-        predicted = self.predict_ttft(handle, num_tokens)
-        if allowed is None or predicted is None:
+    def _check_in_time(self, handle: Handle, token_ids: tuple[int, ...], now: float) -> None:
+        request, forecast = handle.request, self.predict(handle, token_ids, now)
+        if forecast is None:
             return
-        predicted += now - handle.arrival_time
-        if predicted > allowed:
-            raise LateError(predicted, allowed, retry_after_seconds=_whole(predicted - allowed))
+        allowed = request.timeout_seconds
+        if allowed is None:
+            allowed = self._class_stats(request.background).slo.ttft_p95_seconds or math.inf
+        for seconds, most, of_seat in (
+            (forecast.seat, request.seated_within_seconds, True),
+            (forecast.first_token, min(allowed, request.ends_within_seconds), False),
+        ):
+            predicted = now - handle.arrival_time + seconds
+            if predicted > most:
+                raise LateError(predicted, most, retry_after_seconds=_whole(predicted - most), of_seat=of_seat)
 
     def _depth(self, background: bool) -> int:
         """Requests of a class beyond those that run and those that the next step will seat."""

@@ -19,7 +19,7 @@ from engine.faults import Notice
 from engine.handle import Handle
 from engine.ingress import Ingress
 from engine.kv_cache import KVCache
-from engine.messages import Command, Result, SetLimits
+from engine.messages import Command, Drain, Result, SetLimits
 from engine.place import place_of
 from engine.policy import make_admission
 from engine.report import REJECTION_REASONS, Report
@@ -118,7 +118,6 @@ class Engine:
         self._stats = Stats(config.slo, config.slo_background)
         self._requests = RequestLog(keep_tokens=config.keep_request_texts)
         self.on_closed: Callable[[Handle, RequestRecord | None], None] | None = None
-        self._draining = False
         self._door = Door(self._scheduler, self._stats, lambda: self._scheduling.step_started)
         self._idle = trio.Event()
         self._idle.set()
@@ -130,12 +129,12 @@ class Engine:
     def _connect(self, loaded: LoadedModel, grammars: GrammarCompiler, stepper: Stepper) -> None:
         """Make the channels and the actors. No channel that is sent to without waiting can ever be full.
 
-        An open request has sent at most one Add and three Ends, and stays open until the scheduler has seen them.
+        An open request has sent an Add and three Ends at most, and is open until they are seen. There is one Drain.
         """
         config = self.config
         max_open = 2 * (MAX_OVERFLOW * MAX_WAITING + config.capacity_num_seqs) + 1
         self._arrivals, arrivals = trio.open_memory_channel[Handle](max_open)
-        self._commands, commands = trio.open_memory_channel[Command](4 * max_open)
+        self._commands, commands = trio.open_memory_channel[Command](4 * max_open + 1)
         send_result, results = trio.open_memory_channel[Result](16)
         self._ingress = Ingress(
             loaded.tokenizer,
@@ -244,7 +243,7 @@ class Engine:
 
     def health(self) -> Health:
         """Whether requests are served now. Answered from memory."""
-        if self._draining:
+        if self.is_ending:
             return Health(False, IS_ENDING)
         if self._scheduling.broken is not None:
             return Health(False, f"broken: {self._scheduling.broken}")
@@ -261,13 +260,14 @@ class Engine:
         Args:
             within_seconds: when the end will come at the latest, to tell who is sent away.
         """
-        self._draining = True
+        if not self.is_ending:
+            self._commands.send_nowait(Drain())
         self._door.end(trio.current_time() + within_seconds)
 
     @property
     def is_ending(self) -> bool:
         """Whether `drain` was called."""
-        return self._draining
+        return self._door.is_ending
 
     @property
     def num_flushed_blocks(self) -> int:

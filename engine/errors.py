@@ -127,16 +127,23 @@ class QueueFullError(UnavailableError):
 
 
 class LateError(UnavailableError):
-    """The first token would come later than the request, or its class of work, can wait for it; both in seconds."""
+    """The first token would come later than the request, or its class of work, can wait for it.
+
+    Args:
+        predicted, allowed: seconds.
+        of_seat: these are of the wait for a seat, which alone takes too long.
+    """
 
     code = "late"
 
-    def __init__(self, predicted: float, allowed: float, *, retry_after_seconds: int) -> None:
+    def __init__(self, predicted: float, allowed: float, *, retry_after_seconds: int, of_seat: bool = False) -> None:
+        what, name = ("A seat", "queue") if of_seat else ("The first token", "ttft")
+        facts = {f"predicted_{name}_seconds": round(predicted, 3), f"allowed_{name}_seconds": round(allowed, 3)}
         super().__init__(
-            f"The first token is expected after {predicted:.2f} s, and {allowed:g} s are allowed. "
+            f"{what} is expected after {predicted:.2f} s, and {allowed:.6g} s are allowed. "
             f"Try again in {retry_after_seconds} s.",
             retry_after_seconds=retry_after_seconds,
-            facts={"predicted_ttft_seconds": round(predicted, 3), "allowed_ttft_seconds": allowed},
+            facts=facts,
         )
 
 

@@ -101,6 +101,9 @@ class Flight:
         num_read = self._scheduler.counters.num_prompt_tokens - self._stats.num_prompt_tokens
         is_full = len(batch) >= self._scheduler.limits.max_num_seqs or bool(self._scheduler.num_waiting)
         self._stats.record_prompt(now, num_read, now - started, is_full=is_full)
+        if not all(batch.samples):
+            chunks = sum([count for count, decodes in zip(batch.counts, batch.decodes, strict=True) if not decodes])
+            self._stats.record_reading(now, chunks, now - started)
         self._last_finished = now
         return StepResult(step.planned, now, update, step.seated, batch.preempted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,10 @@ class GenerationRequest:
             engine is fair. Empty where the name is enough.
         background: background work waits for the interactive.
         priority: the lower goes first among the waiting ones of the same key.
-        timeout_seconds: its caller gives up so long after it was handed in; what the door reckons with, no more.
+        timeout_seconds: its caller asked for an end so long after it was handed in; goes before what its class of work
+            is promised. This and the next two are what the door reckons with, no more.
+        ends_within_seconds: by then it is ended, whatever it asked for.
+        seated_within_seconds: by then it is ended where it has no seat.
     """
 
     request_id: str
@@ -84,6 +88,8 @@ class GenerationRequest:
     shown_token_ids: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
     timeout_seconds: float | None = None
+    ends_within_seconds: float = math.inf
+    seated_within_seconds: float = math.inf
 
     @property
     def key(self) -> str:

@@ -49,7 +49,7 @@ class Ingress:
         usable_capacity: the longest prompt that fits, in tokens.
         grammars: compiles what answers must look like.
         shares_prompts: whether several answers to one prompt share its blocks.
-        check_tokens: raises `UnavailableError` when a handle's prompt of so many tokens cannot wait now.
+        check_tokens: raises `UnavailableError` when a handle's prompt of these tokens cannot wait now.
         on_refused: told about a handle that goes no further.
     """
 
@@ -64,7 +64,7 @@ class Ingress:
         arrivals: trio.MemoryReceiveChannel[Handle],
         commands: trio.MemorySendChannel[Command],
         results: trio.MemorySendChannel[Result],
-        check_tokens: Callable[[Handle, int, float], None],
+        check_tokens: Callable[[Handle, tuple[int, ...], float], None],
         on_refused: Callable[[Handle, RelevoError | None], None],
     ) -> None:
         self._tokenizer = tokenizer
@@ -124,7 +124,7 @@ class Ingress:
                     self._check(handle, token_ids)
                     constraint = await self._constraint(handle)
                     if constraint is not None:  # others came in while it was compiled; from here on nothing is awaited
-                        self._check_tokens(handle, len(token_ids), trio.current_time())
+                        self._check_tokens(handle, token_ids, trio.current_time())
         except (RequestError, UnavailableError) as error:
             self._refuse(handle, error)
             return
@@ -206,7 +206,7 @@ class Ingress:
         if params.num_logprobs is not None and not 0 <= params.num_logprobs <= MAX_LOGPROBS:
             message = f"Log-probabilities of {params.num_logprobs} tokens are asked for; it can be 0 to {MAX_LOGPROBS}."
             raise InvalidRequestError(message, param="logprobs")
-        self._check_tokens(handle, len(token_ids), trio.current_time())
+        self._check_tokens(handle, token_ids, trio.current_time())
 
     async def _tokenize(self, handle: Handle) -> tuple[int, ...]:
         prompt, after = handle.request.prompt, handle.after

@@ -9,6 +9,7 @@ from engine.block_pool import BlockPool
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
+    from collections.abc import Sequence as Seq
 
     from engine.sequence import Sequence
 
@@ -54,15 +55,19 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        """The cached blocks that hold the beginning of a sequence, from its first token on.
+        """The cached blocks that hold the beginning of a sequence; see `find`."""
+        return self.find(sequence.cache_root, sequence.token_ids)
 
-        The last known token is never among them: it must be computed to know what follows, and its block is written.
+    def find(self, root: Hashable, token_ids: Seq[int]) -> Prefix:
+        """The cached blocks that hold the beginning of some tokens, from the first one on.
+
+        The last token is never among them: it must be computed to know what follows, and its block is written.
         """
         found: list[int] = []
-        parent = sequence.cache_root
+        parent = root
         if not self.enable_prefix_caching:
             return Prefix(found, parent)
-        size, token_ids = self.block_size, sequence.token_ids
+        size = self.block_size
         for start in range(0, len(token_ids) - size, size):
             hit = self.pool.cache.find(parent, tuple(token_ids[start : start + size]))
             if hit is None:
@@ -70,6 +75,10 @@ class KVCache:
             block_id, parent = hit
             found.append(block_id)
         return Prefix(found, parent)
+
+    def num_cached(self, root: Hashable, token_ids: Seq[int]) -> int:
+        """How many of some tokens need not be computed now."""
+        return len(self.find(root, token_ids).block_ids) * self.block_size
 
     def fits(self, num_blocks: int, prefix: Prefix, num_promised: int) -> bool:
         """Whether a newcomer of `num_blocks` blocks finds room beside `num_promised` more that others will need.

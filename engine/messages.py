@@ -43,7 +43,12 @@ class SetLimits:
     flush: bool = False
 
 
-Command = Add | End | SetLimits
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """engine → scheduling: nobody comes any more."""
+
+
+Command = Add | End | SetLimits | Drain
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,18 @@ def longest_gap(limits: Limits, classes: Iterable[WorkClass]) -> float:
     )
 
 
+def held_back(limits: Limits, classes: tuple[WorkClass, WorkClass], tokens_left: int) -> int:
+    """Tokens of a step that interactive prompts may not have: they are for background answers whose gaps are promised.
+
+    Where there are few tokens those who sit and wait for nobody have theirs first, and one newcomer.
+    """
+    interactive, background = classes
+    if not limits.slo_admission or not limits.background_itl_p95_seconds:
+        return 0
+    num_decoding = sum([s.num_computed_tokens >= s.num_prompt_tokens for s in background.running])
+    return max(0, min(num_decoding, tokens_left - len(interactive.running) - 1))
+
+
 class Pace:
     """The sizes and seconds of the last steps. Pure: who plans tells it what steps took, in seconds.
 

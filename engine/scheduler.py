@@ -15,7 +15,7 @@ from engine.counters import Counters
 from engine.drafting import add_drafts
 from engine.members import Members
 from engine.outcomes import Outcomes
-from engine.pace import Pace, longest_gap
+from engine.pace import Pace, held_back, longest_gap
 from engine.plan import Plan
 from engine.policy import Outlook, make_admission
 from engine.sequence import FinishReason, Sequence, SequenceStatus
@@ -57,6 +57,7 @@ class Scheduler:
         self._in_force = (limits.policy, limits.admission)
         # The limits name other policies: they hold as soon as nobody sits under those in force.
         self.is_switching = False
+        self.is_ending = False  # nobody comes any more
         self.usable_capacity = min(max_model_len, kv_cache.num_tokens)
         self.outlook = Outlook(make_admission(limits.admission), kv_cache, self.usable_capacity)
         self.counters = Counters()
@@ -145,7 +146,10 @@ class Scheduler:
             plan.keep_within(self._pace.budget(self.limits, self.classes))
         self.batching.pad(plan, self.num_running)
         self._make_way(plan)
+        held = 0 if self.batching.forms_batches else held_back(self.limits, self.classes, plan.tokens_left)
+        plan.tokens_left -= held
         for work in self.classes:
+            plan.tokens_left += held * (work is self.background)
             self._continue_running(work, plan)
             self._admit_waiting(work, plan, now)
         if self._may_draft and not self.batching.forms_batches:
@@ -357,7 +361,8 @@ class Scheduler:
             return 0, "switching"
         if work is self.background and (plan.preempted or not self.interactive.lets_others_pass(MAX_OVERTAKEN)):
             return 0, self.interactive.wait_reason or "kv_memory"
-        num_open = max(0, self.batching.num_open(Moment(work.queue, self.num_running, self.limits, now)))
+        is_last = self.is_ending or self.limits.draining
+        num_open = max(0, self.batching.num_open(Moment(work.queue, self.num_running, self.limits, now, is_last)))
         return num_open, None if num_open else self.batching.closed_reason
 
     def _seat(self, sequence: Sequence, prefix: Prefix, plan: Plan, now: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import trio
@@ -13,10 +14,10 @@ from engine.batch import Ending, StepUpdate
 from engine.errors import EngineError
 from engine.faults import IntegrityError, has_lost_device, let_go
 from engine.flight import Flight
-from engine.messages import Add, End, SetLimits, StepResult
+from engine.messages import Add, Drain, End, SetLimits, StepResult
 from engine.panics import without_panic
 from engine.recovery import Recovery
-from engine.sequence import FinishReason
+from engine.sequence import FinishReason, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -320,8 +321,14 @@ class Scheduling:
     def _give_up_on_first(self) -> StepResult:
         """Something waits, nothing runs and nothing could be seated: never wait for ever, fail exactly one request."""
         now = trio.current_time()
-        waiting = (sequence for work in self.scheduler.classes for sequence in work.queue.candidates())
-        sequence_id = next(waiting).sequence_id
+        queues = [work.queue for work in self.scheduler.classes]
+        waiting = (sequence for queue in queues for sequence in queue.candidates())
+        # Followers come last: they have waited for one that is in no queue.
+        followers = (sequence for queue in queues for sequence in queue.candidates(with_followers=True))
+        first = next(chain(waiting, followers), None)
+        if first is None:
+            raise IntegrityError(f"{self.scheduler.num_waiting} wait, and none of them in a queue")
+        sequence_id = first.sequence_id
         self.scheduler.abort(sequence_id, FinishReason.ERROR)
         self._requests.leave(sequence_id, now)
         log.error("sequence %d could not be seated in an empty engine", sequence_id)
@@ -351,6 +358,8 @@ class Scheduling:
                 self._requests.leave(sequence_id, now)
                 if known and reason is FinishReason.ABORT:
                     await self._results.send(_ending(sequence_id, reason, now))
+            case Drain():
+                self.scheduler.is_ending = True
         self._command = None
 
     def _set_limits(self, changes: Mapping[str, Any], *, flush: bool) -> None:
@@ -369,6 +378,8 @@ class Scheduling:
         except Exception:
             log.exception("request %s could not be let in", sequence.request_id)
             self.scheduler.abort(sequence.sequence_id, FinishReason.ERROR)
+            # Also where the scheduler never had it: others may wait for it to read their prompt.
+            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, FinishReason.ERROR
             await self._part(sequence, "The request could not be scheduled.")
 
 

@@ -227,7 +227,8 @@ class Stats:
 
     Attributes:
         full_prompt_rate: prompt tokens read, while every seat was taken or somebody waited for one.
-        free_prompt_rate: the same at other times, of steps that read some.
+        reading_rate: prompt tokens computed by steps that had more of them than they could compute.
+        read_at: when one of those has ended.
     """
 
     slo: InitVar[SloTargets]
@@ -248,7 +249,8 @@ class Stats:
     prompt_rate: Rate = field(default_factory=Rate)
     output_rate: Rate = field(default_factory=Rate)
     full_prompt_rate: BusyRate = field(default_factory=BusyRate)
-    free_prompt_rate: BusyRate = field(default_factory=BusyRate)
+    reading_rate: BusyRate = field(default_factory=BusyRate)
+    read_at: float = -math.inf
 
     def __post_init__(self, slo: SloTargets, slo_background: SloTargets) -> None:
         self.interactive, self.background = ClassStats(slo), ClassStats(slo_background)
@@ -269,13 +271,25 @@ class Stats:
         self.histograms["iteration_tokens_total"].observe(num_tokens)
 
     def record_prompt(self, now: float, num_tokens: int, seconds: float, *, is_full: bool) -> None:
-        """Count what a step of `seconds` read of prompts for the first time; the rest is counted elsewhere."""
+        """Count what a step of `seconds` read of prompts for the first time, or found in the cache."""
         self.num_prompt_tokens += num_tokens
         self.prompt_rate.add(now, num_tokens)
         if is_full:
             self.full_prompt_rate.add(num_tokens, seconds)
-        elif num_tokens:
-            self.free_prompt_rate.add(num_tokens, seconds)
+
+    def record_reading(self, now: float, num_tokens: int, seconds: float) -> None:
+        """Count what a step computed of prompts that had more to compute.
+
+        One that reads them whole, however short they are, says nothing of how fast it could have read.
+        """
+        if not self.knows_reading(now):
+            self.reading_rate = BusyRate()
+        self.reading_rate.add(num_tokens, seconds)
+        self.read_at = now
+
+    def knows_reading(self, now: float) -> bool:
+        """Whether `reading_rate` was measured lately."""
+        return now - self.read_at <= BUSY_SECONDS
 
     def record_token(self, times: RequestTimes, now: float) -> None:
         """Count a token that was generated at `now`."""

@@ -28,6 +28,8 @@ class ErrorObject(Answer):
     retry_after_seconds: int = Field(0, description="with 503: as the header Retry-After")
     predicted_ttft_seconds: float = Field(0, description="with late: when the first token would have come")
     allowed_ttft_seconds: float = Field(0, description="with late: when it had to come")
+    predicted_queue_seconds: float = Field(0, description="with late: when a seat would have been free")
+    allowed_queue_seconds: float = Field(0, description="with late: when one had to be")
 
 
 class Error(Answer):

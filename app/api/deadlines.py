@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from app.api.bodies import GenerationBody
     from app.config_schema import ServerSection
-    from engine.handle import Handle
+    from engine.handle import GenerationRequest, Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class Deadlines:
     def next(self, handles: Sequence[Handle]) -> float:
         """The earlier of those that still count for an answer with these choices."""
         return self.end if any([handle.has_sat for handle in handles]) else min(self.seat, self.end)
+
+    def bind(self, request: GenerationRequest) -> GenerationRequest:
+        """A request that is handed in now, with the time that is left to it."""
+        now = trio.current_time()
+        return replace(request, ends_within_seconds=self.end - now, seated_within_seconds=self.seat - now)
 
     def enforce(self, handles: Sequence[Handle]) -> None:
         """End the choices whose time is over."""

@@ -15,6 +15,7 @@ from engine.outbox import Timing, Usage
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from app.api.deadlines import Deadlines
     from app.api.parts import Part
     from app.api.planning import Plan
     from engine.batch import TokenLogprobs
@@ -159,10 +160,13 @@ def size_of(choice: Written) -> int:
     return sum(texts) + _ENTRY_SIZE * sum([1 + len(entry.top) for entry in choice.entries])
 
 
-def submit_choices(engine: Engine, plan: Plan, opened: Callable[[Handle], object]) -> list[Handle]:
+def submit_choices(
+    engine: Engine, plan: Plan, deadlines: Deadlines, opened: Callable[[Handle], object]
+) -> list[Handle]:
     """Hand in every choice. Never waits. The prompt is computed for the first; the others wait for that.
 
     Args:
+        deadlines: of the answer.
         opened: told of each handle at once, so that none is forgotten when a later one is refused.
 
     Raises:
@@ -171,7 +175,7 @@ def submit_choices(engine: Engine, plan: Plan, opened: Callable[[Handle], object
     handles: list[Handle] = []
     for index, request in enumerate(plan.requests):
         first = index - index % plan.body.n
-        handle = engine.submit(request, after=handles[first] if first < index else None)
+        handle = engine.submit(deadlines.bind(request), after=handles[first] if first < index else None)
         opened(handle)
         handles.append(handle)
     return handles

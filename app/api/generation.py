@@ -84,9 +84,9 @@ def submit(context: Context, planned: Plan) -> Generation:
     Raises:
         UnavailableError: the queue is full, or the server is draining.
     """
-    # From here on the guard around the app ends it with the ASGI call, however that ends.
-    handles = submit_choices(context.engine, planned, context.endings.opening())
     deadlines = deadlines_of(planned.body, context.settings.server, g.arrived)
+    # From here on the guard around the app ends it with the ASGI call, however that ends.
+    handles = submit_choices(context.engine, planned, deadlines, context.endings.opening())
     retry_after = partial(context.engine.retry_after, background=planned.requests[0].background)
     return Generation(planned, Gathering(handles), deadlines, retry_after)
 

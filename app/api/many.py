@@ -120,7 +120,8 @@ class _Chat:
         try:
             self._permit = take_place(context, own)
             # From here on the guard around the app ends it with the ASGI call, however that ends.
-            (self.handle,) = own[:] = submit_choices(context.engine, self._plan, context.endings.opening())
+            own[:] = submit_choices(context.engine, self._plan, self._deadlines, context.endings.opening())
+            (self.handle,) = own
         except (RateLimitError, UnavailableError) as error:
             self.opening = self._fail(error)
         else:

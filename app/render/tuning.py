@@ -31,7 +31,7 @@ EFFECTS: Final = {
     "num_speculative_tokens": "Tokens guessed from what a text repeats, of one request in one step; 0 is none.",
     "max_waiting": "Lower: who comes late is refused sooner, instead of waiting in vain. Of each class of work.",
     "max_waiting_tokens": "The same by the length of what waits. A prompt alone is never too long for it.",
-    "slo_admission": "On: who would have its first token after its own timeout, or the target of its class, is refused "
+    "slo_admission": "On: who would have its first token after a deadline, or the target of its class, is refused "
     "at once, with what was expected, and steps read no more of prompts than the gaps promised leave time for. Off: it "
     "waits.",
     "ttft_p95_seconds": "95 % of first tokens are to come within it; 0 promises nothing. All pages and metrics measure "

@@ -21,6 +21,7 @@ from app.api.requests import FORM_TYPE, INLINE_BYTES, MAX_FORM_BYTES, OTHER_VALU
 from app.api.responses import plan_response
 from app.api.schemas import MAX_CONTAINERS, load_json_object, parse_json_object
 from app.callers import NOBODY
+from engine.config import NO_TARGETS
 from engine.errors import RelevoError
 from tests.app.serving import CHAT, COMPLETIONS, Driver, chat_body, events, make_settings, open_app, open_server
 from tests.fakes import open_fake_engine
@@ -263,3 +264,46 @@ async def test_who_finds_no_seat_in_time_is_told_to_come_back(
         requests_ = context.engine.snapshot()["requests"]
         assert requests_["aborted_by_cause_and_phase"] == {"queue_timeout": {"queued": 2}}
         assert requests_["finished_by_reason"] == {"stop": 0, "length": 1, "abort": 2, "error": 0}
+
+
+@pytest.mark.parametrize(
+    ("server", "own", "what"),
+    [
+        ({"request_timeout_seconds": 5.0}, {"timeout": 1e9}, "ttft"),
+        ({}, {"timeout": 5.0}, "ttft"),
+        ({"queue_timeout_seconds": 5.0}, {}, "queue"),
+        ({"queue_timeout_seconds": 50.0}, {"queue_timeout": 5.0}, "queue"),
+    ],
+    ids=["the server's end", "its own end", "the server's wait", "its own wait"],
+)
+async def test_who_would_meet_a_deadline_while_it_waits_is_refused_at_once(
+    autojump_clock: MockClock, server: dict[str, Any], own: dict[str, Any], what: str
+) -> None:
+    """One seat, an answer a second, and twice as many that ask; no first token is promised."""
+    limits = {"max_num_seqs": 1, "slo_admission": True, "slo": NO_TARGETS}
+    statuses: list[int] = []
+    refused: list[dict[str, Any]] = []
+
+    async with open_app(make_settings(server=server), limits=limits, step_seconds=0.1) as (app, context):
+
+        async def ask(number: int) -> None:
+            driver, begin = Driver(app, CHAT, chat_body(f"{number:04}", max_tokens=10, **own)), trio.current_time()
+            nursery.start_soon(driver.run)
+            statuses.append(await driver.status())
+            seconds = trio.current_time() - begin
+            answer = json.loads(await read(driver))
+            if statuses[-1] == 503:
+                refused.append(answer["error"])
+                assert seconds < 0.2
+            else:
+                assert seconds < 6.2
+
+        async with trio.open_nursery() as nursery:
+            for number in range(40):
+                nursery.start_soon(ask, number)
+                await trio.sleep(0.5)
+        await context.engine.wait_idle()
+    assert {*statuses} == {200, 503}
+    assert statuses.count(200) > 15
+    assert {error["code"] for error in refused} == {"late"}
+    assert refused[-1][f"predicted_{what}_seconds"] > refused[-1][f"allowed_{what}_seconds"] > 4.9

@@ -163,6 +163,31 @@ async def test_dynamic_waits_for_company_and_not_longer_than_it_may(autojump_clo
         await engine.wait_idle()
 
 
+@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize("is_ending", [True, False], ids=["the server ends", "an operator drains it"])
+async def test_dynamic_waits_for_nobody_where_nobody_can_come(
+    is_ending: bool, num_before: int, autojump_clock: MockClock
+) -> None:
+    config = fake_config(policy="dynamic", dynamic_preferred_size=3, dynamic_max_queue_delay_seconds=50.0)
+    async with open_fake_engine(config, step_seconds=0.01) as engine:
+        handles = [engine.submit(ask(f"number {index}", 200)) for index in range(num_before)]
+        await trio.sleep(0.5)
+        handles += [engine.submit(ask(f"late {index}", 2)) for index in range(2)]
+        await trio.sleep(0.5)
+        assert (engine.num_running, engine.num_waiting) == (num_before, 2)
+        begin = autojump_clock.current_time()
+        if is_ending:
+            engine.drain(30.0)
+            engine.drain(30.0)
+        else:
+            await engine.set_limits({"draining": True})
+        for handle in handles:
+            text = f"{handle.request.prompt.text}"  # type: ignore[union-attr]
+            assert (await read(handle))[0] == answer(text, handle.request.params.max_tokens or 0)
+        assert autojump_clock.current_time() - begin < (2.0 if num_before else 0.1)
+        await engine.wait_idle()
+
+
 async def test_dynamic_rests_when_everybody_left_before_the_delay(autojump_clock: MockClock) -> None:
     steps: list[ScheduledBatch] = []
     config = fake_config(policy="dynamic", dynamic_preferred_size=3, dynamic_max_queue_delay_seconds=5.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +16,19 @@ from hypothesis import strategies as st
 from engine.config import Limits, SloTargets
 from engine.door import Door
 from engine.errors import DrainingError, LateError, QueueFullError, UnavailableError
-from engine.handle import GenerationRequest, Handle, TextPrompt
+from engine.handle import GenerationRequest, Handle, TextPrompt, TokensPrompt
 from engine.kv_cache import KVCache
 from engine.scheduler import Scheduler
 from engine.sequence import SamplingParams
-from engine.stats import BusyRate, RequestTimes, Stats
-from tests.fakes import FakeTokenizer, fake_config, open_fake_engine
+from engine.stats import BUSY_SECONDS, BusyRate, RequestTimes, Stats
+from tests.fakes import FakeRunner, FakeTokenizer, fake_config, open_fake_engine
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
     from trio.testing import MockClock
 
+    from engine.batch import ScheduledBatch
     from engine.engine import Engine
 
 PATIENT = 1e9  # nobody reads the answers here
@@ -245,6 +249,149 @@ async def test_the_refusal_says_what_was_expected(autojump_clock: MockClock) -> 
         await engine.submit(replace(ask(50), background=True)).accepted()
         await engine.set_limits({"slo_admission": False})
         await engine.submit(ask(50)).accepted()
+        engine.abort_all("admin")
+        await engine.wait_idle()
+
+
+class Costly:
+    """A stepper whose steps take 7 ms and a millisecond for each token.
+
+    Attributes:
+        factor: all that is longer by it.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._num_tokens = 0
+
+    def note(self, batch: ScheduledBatch) -> None:
+        self._num_tokens = batch.num_tokens
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        result = function()
+        num_tokens, self._num_tokens = self._num_tokens, 0
+        with trio.CancelScope(shield=True):
+            await trio.sleep(self.factor * (0.007 + 0.001 * num_tokens) if num_tokens else 0)
+        return result
+
+
+@asynccontextmanager
+async def open_costly() -> AsyncIterator[tuple[Engine, Costly]]:
+    """Sixteen seats and 128 tokens a step: 948 tokens of a long prompt a second. First tokens are due within 2 s."""
+    costly = Costly()
+
+    @asynccontextmanager
+    async def open_stepper() -> AsyncIterator[Costly]:
+        yield costly
+
+    config = fake_config(
+        max_num_seqs=16, max_num_batched_tokens=128, slow_client_seconds=PATIENT, slo_admission=True,
+        slo=SloTargets(2.0, None, None),
+    )  # fmt: skip
+    runner = FakeRunner(2048, config.block_size, before_step=costly.note)
+    options: dict[str, Any] = {"num_blocks": 2048, "max_model_len": 4096, "runner": runner, "stepper": open_stepper}
+    async with open_fake_engine(config, **options) as engine:
+        yield engine, costly
+
+
+def ask_for(number: int, length: int, **fields: Any) -> GenerationRequest:
+    """A prompt whose first block no other number has."""
+    return GenerationRequest(
+        "r", TokensPrompt((number % 200, number // 200, *[7] * (length - 2))), SamplingParams(max_tokens=2), **fields
+    )
+
+
+async def ttft(engine: Engine, request: GenerationRequest) -> float:
+    """Seconds to the first token of one request, read to its end."""
+    begin = trio.current_time()
+    handle = engine.submit(request)
+    await handle.accepted()
+    delta = await handle.take()
+    seconds = trio.current_time() - begin
+    while delta.finish_reason is None:
+        delta = await handle.take()
+    return seconds
+
+
+async def test_short_prompts_say_nothing_of_how_fast_a_long_one_is_read(autojump_clock: MockClock) -> None:
+    async with open_costly() as (engine, _):
+        for number in range(120):
+            assert await ttft(engine, ask_for(number, 8)) < 0.1
+            await trio.sleep(1)
+        assert await ttft(engine, ask_for(200, 800)) == pytest.approx(0.85, abs=0.05)
+        # Now it is known, and longer ones are out of reach.
+        for number in range(3):
+            assert await ttft(engine, ask_for(number, 8)) < 0.1
+            with pytest.raises(LateError):
+                await ttft(engine, ask_for(201 + number, 3000))
+            assert await ttft(engine, ask_for(210 + number, 800)) < 1.0
+
+
+async def test_a_machine_that_was_slow_for_a_while_refuses_nobody_for_good(autojump_clock: MockClock) -> None:
+    async with open_costly() as (engine, costly):
+        costly.factor = 10
+        assert await ttft(engine, ask_for(1, 800)) > 8
+        with pytest.raises(LateError):
+            await ttft(engine, ask_for(2, 800))
+        costly.factor = 1
+        with pytest.raises(LateError):
+            await ttft(engine, ask_for(2, 800))
+        await trio.sleep(BUSY_SECONDS + 1)
+        for number in range(3, 6):
+            assert await ttft(engine, ask_for(number, 800)) < 1.0
+
+
+async def test_what_is_cached_of_a_prompt_takes_no_time(autojump_clock: MockClock) -> None:
+    async with open_costly() as (engine, _):
+        assert await ttft(engine, ask_for(1, 800)) < 1.0
+        with pytest.raises(LateError):
+            await ttft(engine, ask_for(2, 800, timeout_seconds=0.5))
+        with pytest.raises(LateError):  # whose blocks these are is no matter of its tokens
+            await ttft(engine, ask_for(1, 800, timeout_seconds=0.5, cache_root="other"))
+        assert await ttft(engine, ask_for(1, 800, timeout_seconds=0.5)) < 0.1
+
+
+async def test_who_comes_in_a_crowd_after_a_rest_is_in_time_or_refused(autojump_clock: MockClock) -> None:
+    async with open_costly() as (engine, _):
+        await ttft(engine, ask_for(1, 800))
+        await trio.sleep(10 * BUSY_SECONDS)
+        handles = [engine.submit(ask_for(number, 400)) for number in range(10, 26)]
+        taken = []
+        for handle in handles:
+            with suppress(LateError):
+                await handle.accepted()
+                taken.append(handle)
+        await engine.wait_idle()
+        sequences = [handle.sequence for handle in taken if handle.sequence is not None]
+        waits = [(sequence.first_token_time or math.inf) - sequence.arrival_time for sequence in sequences]
+        assert 3 <= len(waits) <= 5
+        assert max(waits) <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"ends_within_seconds": 4.0}, "ttft"),
+        ({"ends_within_seconds": 4.0, "timeout_seconds": 1e9}, "ttft"),
+        ({"seated_within_seconds": 4.0, "timeout_seconds": 1e9}, "queue"),
+    ],
+    ids=["the server's", "the server's before its own", "for a seat"],
+)
+async def test_every_deadline_counts(fields: dict[str, float], what: str, autojump_clock: MockClock) -> None:
+    """One seat, and an answer a second: nobody who is let in is there to meet his deadline."""
+    config = fake_config(max_num_seqs=1, slo_admission=True, slow_client_seconds=PATIENT, slo=SloTargets(None))
+    async with open_fake_engine(config, step_seconds=0.1) as engine:
+        engine.submit(ask(50))
+        await engine.wait_idle()
+        refused = await keep_full(engine, ask(50, **fields), 60)
+        assert {error.code for error in refused} == {"late"}
+        facts = refused[-1].facts
+        assert facts[f"allowed_{what}_seconds"] == 4.0
+        assert 4.0 < float(facts[f"predicted_{what}_seconds"]) < 6.0
+        assert str(refused[-1]).startswith("A seat" if what == "queue" else "The first token")
+        snapshot = engine.snapshot()
+        assert snapshot["latency"]["queue"]["p95"] <= 4.0
+        assert snapshot["requests"]["finished_by_reason"]["length"] > 50
         engine.abort_all("admin")
         await engine.wait_idle()
 

@@ -22,7 +22,6 @@ from app.api import api_blueprint
 from app.api.anthropic import MESSAGES_URL
 from app.api.anthropic_answer import error_response
 from app.api.errors import ApiError, describe
-from app.api.many import MANY_URL
 from app.api.places import take_place
 from app.api.requests import BODIES, BODY_TIMEOUT_SECONDS, Bodies
 from app.assets import templates_dir
@@ -197,8 +196,7 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
             if error.status == 401 and _wants_page():
                 return redirect(f"/login?{urlencode({'next': request.full_path.rstrip('?')})}", 303)
             raise
-        # Several chats over one stream count each for itself.
-        if area is Area.API and request.method == "POST" and rule.rule != MANY_URL:
+        if area is Area.API and request.method == "POST":
             take_place(context, request.scope[HANDLES])  # type: ignore[typeddict-item]
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,8 @@ from app.api.errors import ApiError, describe
 from app.api.gathering import TOKEN_SIZE, Choices, Gathering, Whole, size_of, submit_choices
 from app.api.requests import read_json
 from app.call_scope import WRITE_NOW
+from app.endings import this_request
+from app.logs import FIELDS
 from engine.errors import (
     CutError,
     EngineError,
@@ -28,12 +31,14 @@ from engine.errors import (
 from engine.sequence import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from app.api.deadlines import Deadlines
     from app.api.planning import Plan, Planner
     from app.http import Context
     from engine.outbox import Delta
+
+log = logging.getLogger("relevo.http")
 
 # Proxies close what is silent for a minute; a vanished client shows itself only when something is sent to it.
 HEARTBEAT_SECONDS: Final = 10.0
@@ -106,7 +111,9 @@ async def respond(generation: Generation) -> Response:
         return await _respond_whole(generation)
     call: dict[str, Any] = request.scope  # type: ignore[assignment]
     response = Response(
-        EventStream(generation, call.get(WRITE_NOW)).run(), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS
+        EventStream(generation, this_request(), call.get(WRITE_NOW)).run(),
+        content_type=sse.CONTENT_TYPE,
+        headers=sse.HEADERS,
     )
     # Quart would cut the stream after its own response timeout; the deadline above is the limit.
     response.timeout = None
@@ -168,11 +175,15 @@ class EventStream:
     end, heartbeats, and what follows on a full socket, are the task's.
 
     Args:
+        about: which HTTP request this answers, for the log.
         write_now: sends bytes without waiting and says whether all were sent; `None` where there is no such way.
     """
 
-    def __init__(self, generation: Generation, write_now: Callable[[bytes], bool] | None) -> None:
+    def __init__(
+        self, generation: Generation, about: Mapping[str, Any], write_now: Callable[[bytes], bool] | None
+    ) -> None:
         self._generation = generation
+        self._about = about
         self._envelope = generation.plan.envelope
         self._choices = Choices(generation.plan)
         self._write_now = write_now
@@ -184,36 +195,49 @@ class EventStream:
         """All bytes that were not written at once.
 
         After a failure there is no `[DONE]`: half an answer must not pass for a whole.
+
+        Raises:
+            Exception: not even the failure could be written. Then the connection breaks.
         """
         envelope, choices, generation = self._envelope, self._choices, self._generation
-        opening = envelope.opening([handle.num_prompt_tokens for handle in generation.gathering.handles])
-        if opening:
-            yield opening
-        self._sent = trio.current_time()
-        at_once = None
-        while not choices.all_ended:
-            data = b""
-            for index, delta in await generation.read(self._sent + HEARTBEAT_SECONDS, at_once):
-                data += envelope.piece(index, *choices.take(index, delta))
-                error = failure_of(delta, generation.retry_after)
-                if error is not None:
-                    yield data + envelope.failure(describe(error))
-                    return
-                if delta.finish_reason is not None:
-                    data += envelope.finish(index, choices.ending(index, delta))
-            if self._error is not None:
-                raise self._error
-            if not data:
-                if not self._is_stuck and trio.current_time() < self._sent + HEARTBEAT_SECONDS:
-                    continue
-                data = envelope.heartbeat
-            yield data
-            self._sent, self._is_stuck = trio.current_time(), False
-            # Not before: the headers go ahead of the first piece.
-            at_once = None if self._write_now is None else self._piece_at_once
-        usage = choices.usage()
-        # Some count the tokens of a part of their answer once more.
-        yield await run_aside(partial(envelope.closing, usage), usage.completion_tokens * TOKEN_SIZE)
+        try:
+            opening = envelope.opening([handle.num_prompt_tokens for handle in generation.gathering.handles])
+            if opening:
+                yield opening
+            self._sent = trio.current_time()
+            at_once = None
+            while not choices.all_ended:
+                data = b""
+                news = await generation.read(self._sent + HEARTBEAT_SECONDS, at_once)
+                if self._error is not None:
+                    raise self._error
+                for index, delta in news:
+                    data += envelope.piece(index, *choices.take(index, delta))
+                    error = failure_of(delta, generation.retry_after)
+                    if error is not None:
+                        yield data + envelope.failure(describe(error))
+                        return
+                    if delta.finish_reason is not None:
+                        data += envelope.finish(index, choices.ending(index, delta))
+                if not data:
+                    if not self._is_stuck and trio.current_time() < self._sent + HEARTBEAT_SECONDS:
+                        continue
+                    data = envelope.heartbeat
+                yield data
+                self._sent, self._is_stuck = trio.current_time(), False
+                # Not before: the headers go ahead of the first piece.
+                at_once = None if self._write_now is None else self._piece_at_once
+            usage = choices.usage()
+            # Some count the tokens of a part of their answer once more.
+            yield await run_aside(partial(envelope.closing, usage), usage.completion_tokens * TOKEN_SIZE)
+        except Exception as fault:
+            yield self._break_off(fault)
+
+    def _break_off(self, fault: Exception) -> bytes:
+        """What ends the stream at a fault of the server's own: the client is told that there was one, the log which."""
+        log.error("an answer failed", extra={FIELDS: self._about}, exc_info=fault)
+        self._generation.gathering.abort("error")
+        return self._envelope.failure(describe(fault))
 
     def _piece_at_once(self, index: int) -> bool:
         """Write what has come of a choice; false where the task has something to do."""

@@ -1,7 +1,8 @@
 """Several chats over one stream: a browser opens six connections to a host, and who looks on wants to see ten at once.
 
 Each of them is a request like any other, to the engine, the metrics and the limits of its key: one that is refused or
-fails ends alone. The stream's events are those of a streamed chat with the number of the chat as their type, from 0:
+fails ends alone. Until the body was read nobody knows how many they are: the call counts as one, which is then the
+first. The stream's events are those of a streamed chat with the number of the chat as their type, from 0:
 
     event: 3
     data: {"id": "chatcmpl-…", "object": "chat.completion.chunk", …}
@@ -12,11 +13,12 @@ chat would have had as a response. Behind the last one comes a `[DONE]` without 
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
-from quart import Response, g
+from quart import Response, g, request
 
 from app.api import sse
 from app.api.deadlines import deadlines_of
@@ -26,8 +28,10 @@ from app.api.generation import HEARTBEAT_SECONDS, failure_of
 from app.api.places import take_place
 from app.api.planning import plan_chat
 from app.api.requests import read_json
+from app.call_scope import PERMITS
 from app.endings import this_request
 from app.limits import RateLimitError
+from app.logs import FIELDS
 from engine.errors import InvalidRequestError, RelevoError, UnavailableError
 
 if TYPE_CHECKING:
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
     from engine.handle import Handle
     from engine.outbox import Delta
 
+log = logging.getLogger("relevo.http")
+
 MANY_URL: Final = "/chat/many"
 MAX_CHATS: Final = 16
 
@@ -50,16 +56,20 @@ async def answer_many(context: Context) -> Response:
     """Answer the `requests` of a body, each the body of a chat, over one stream.
 
     Raises:
-        RelevoError: one of them can never be served as it stands; then none is.
+        RelevoError: one of them can never be served as it stands, then none is; or the first finds no room, then the
+            body is not even read.
     """
-    plans = plan_many(context.engine, await read_json(), context.callers.of(g.who))
+    caller = context.callers.of(g.who)
+    context.engine.check_open(background=caller.background, key=caller.key)
+    plans = plan_many(context.engine, await read_json(), caller)
     chats = []
     for index, plan in enumerate(plans):
         deadlines = deadlines_of(plan.body, context.settings.server, g.arrived)
         retry_after = partial(context.engine.retry_after, background=plan.requests[0].background)
         chats.append(_Chat(index, plan, deadlines, retry_after))
+    places: list[Permit] = [*request.scope[PERMITS]]  # type: ignore[typeddict-item]
     for chat in chats:
-        chat.submit(context)
+        chat.submit(context, places.pop() if places else None)
     response = Response(_stream(chats), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
     # Quart would cut the stream after its own response timeout; each chat has a deadline.
     response.timeout = None
@@ -111,24 +121,42 @@ class _Chat:
         self._retry_after = retry_after
         self._choices = Choices(plan)
         self._permit: Permit | None = None
+        self._about: dict[str, Any] = {}
         self._tell: Callable[[int, str], object] = lambda _status, _code: None
 
-    def submit(self, context: Context) -> None:
-        """Hand it to the engine. Never waits."""
-        self._tell = partial(context.refusals.note, about=this_request())
+    def submit(self, context: Context, place: Permit | None) -> None:
+        """Hand it to the engine. Never waits.
+
+        Args:
+            place: the one that it has among the requests of its key; `None`: it takes one.
+        """
+        self._about = this_request()
+        self._tell = partial(context.refusals.note, about=self._about)
         own: list[Handle] = []
         try:
-            self._permit = take_place(context, own)
+            if place is None:
+                self._permit = take_place(context, own)
+            else:
+                self._permit, place.handles = place, own
             # From here on the guard around the app ends it with the ASGI call, however that ends.
             own[:] = submit_choices(context.engine, self._plan, self._deadlines, context.endings.opening())
             (self.handle,) = own
+            self.opening = self._tagged(self._plan.envelope.opening([0]))
         except (RateLimitError, UnavailableError) as error:
             self.opening = self._fail(error)
-        else:
-            self.opening = self._tagged(self._plan.envelope.opening([0]))
+        except Exception as error:
+            self.opening = self._break_off(error)
 
     async def take(self, delta: Delta) -> bytes:
-        """What a piece of the answer becomes in the stream."""
+        """What a piece of the answer becomes in the stream; nothing where it is over."""
+        if self.is_over:
+            return b""
+        try:
+            return await self._take(delta)
+        except Exception as error:
+            return self._break_off(error)
+
+    async def _take(self, delta: Delta) -> bytes:
         envelope = self._plan.envelope
         data = envelope.piece(0, *self._choices.take(0, delta))
         error = failure_of(delta, self._retry_after)
@@ -160,6 +188,13 @@ class _Chat:
         except RelevoError as error:
             return error
         return None
+
+    def _break_off(self, error: Exception) -> bytes:
+        """A fault of the server's own: the log has it, the client is told that there was one, the others go on."""
+        log.error("an answer failed", extra={FIELDS: self._about}, exc_info=error)
+        for handle in self._handles:
+            handle.abort("error")
+        return self._fail(error)
 
     def _fail(self, error: Exception) -> bytes:
         if self._permit is not None and isinstance(error, UnavailableError):

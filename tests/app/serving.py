@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import trio
 
-from app.api.envelope import CompletionEnvelope
 from app.config import Settings
 from app.http import Context, create_app
 from app.lifecycle import Lifecycle
@@ -36,6 +35,11 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+ROUTES = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+# What stands in a stream only where an answer has come to its end.
+ENDS = ("[DONE]", '"finish_reason":"', "response.completed", "response.incomplete", "message_delta", "message_stop")
 
 
 def make_settings(**sections: dict[str, Any]) -> Settings:
@@ -44,6 +48,15 @@ def make_settings(**sections: dict[str, Any]) -> Settings:
 
 def chat_body(text: str = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": "fake", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def body_for(path: str, text: str = "hello", *, max_tokens: int, **fields: Any) -> dict[str, Any]:
+    """The same request as each of `ROUTES` wants it."""
+    if path == COMPLETIONS:
+        return {"model": "fake", "prompt": text, "max_tokens": max_tokens, **fields}
+    if path == RESPONSES:
+        return {"model": "fake", "input": text, "max_output_tokens": max_tokens, **fields}
+    return chat_body(text, max_tokens=max_tokens, **fields)
 
 
 @dataclass
@@ -115,22 +128,31 @@ async def open_server(
         nursery.cancel_scope.cancel()
 
 
-def break_piece(monkeypatch: pytest.MonkeyPatch, number: int = 10) -> None:
-    """Let the making of one piece of a streamed completion fail; those before and behind it can be made."""
-    plain, calls = CompletionEnvelope.piece, count(1)
+def break_envelope(
+    monkeypatch: pytest.MonkeyPatch, envelope: type[Envelope], method: str = "piece", number: int = 1
+) -> None:
+    """Let one call of what wraps answers fail; those before and behind it work."""
+    plain, calls = getattr(envelope, method), count(1)
 
-    def piece(self: Envelope, *args: Any) -> bytes:
+    def breaks(self: Envelope, *args: Any) -> Any:
         if next(calls) == number:
-            raise ZeroDivisionError
-        return plain(self, *args)  # type: ignore[arg-type]
+            raise ZeroDivisionError("a secret")
+        return plain(self, *args)
 
-    monkeypatch.setattr(CompletionEnvelope, "piece", piece)
+    monkeypatch.setattr(envelope, method, breaks)
 
 
 def events(text: str) -> list[Any]:
     """The data of a stream's events, JSON where it is JSON."""
     found = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [entry if entry == "[DONE]" else json.loads(entry) for entry in found]
+
+
+def error_at_the_end(text: str) -> dict[str, Any]:
+    """What a stream's last event says went wrong, in whatever shape its route has it."""
+    value: dict[str, Any] = json.loads(text.rstrip().rpartition("\n\n")[2].partition("data: ")[2])
+    error: dict[str, Any] = value.get("error", value)
+    return error
 
 
 class Driver:

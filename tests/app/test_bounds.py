@@ -16,6 +16,7 @@ import trio
 from app.api import requests
 from app.api.anthropic import plan_messages
 from app.api.json_values import is_small
+from app.api.many import MANY_URL
 from app.api.planning import plan_chat, plan_completion
 from app.api.requests import FORM_TYPE, INLINE_BYTES, MAX_FORM_BYTES, OTHER_VALUES
 from app.api.responses import plan_response
@@ -173,12 +174,13 @@ async def read(driver: Driver) -> bytes:
     return data
 
 
-async def test_where_the_queue_is_full_the_body_is_not_waited_for(autojump_clock: MockClock) -> None:
+@pytest.mark.parametrize("path", [CHAT, MANY_URL])
+async def test_where_the_queue_is_full_the_body_is_not_waited_for(path: str, autojump_clock: MockClock) -> None:
     limits = {"max_num_seqs": 1, "max_waiting": 2}
     async with open_app(limits=limits, step_seconds=1.0) as (app, context), trio.open_nursery() as nursery:
         for _ in range(3):
             context.engine.submit(plan_chat(context.engine, chat_body("x", max_tokens=400), NOBODY).requests[0])
-        driver = Driver(app, CHAT, {}, more_body=True)
+        driver = Driver(app, path, {}, more_body=True)
         nursery.start_soon(driver.run)
         assert await driver.status() == 503
         error = json.loads(await read(driver))["error"]

@@ -15,12 +15,25 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.api.many import MANY_URL
 from app.callers import Callers
 from app.config import load_settings
 from app.config_schema import KeyLimits
 from app.limits import Bucket, Limits, Meter, RateLimitError, span
 from engine.errors import ConfigError
-from tests.app.serving import CHAT, COMPLETIONS, Driver, chat_body, events, make_settings, open_app, open_server
+from tests.app.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Driver,
+    body_for,
+    chat_body,
+    events,
+    make_settings,
+    open_app,
+    open_server,
+)
 from tests.patience import PATIENCE_SECONDS
 
 KEYS = ["alice=k1", "bob=k2"]
@@ -297,6 +310,10 @@ BAD_GRAMMAR = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"t
         (CHAT, chat_body(response_format=BAD_GRAMMAR), 400),
         (CHAT, chat_body(structured_outputs={"regex": "(a"}), 400),
         (COMPLETIONS, {"prompt": [10**6]}, 400),
+        (RESPONSES, {"input": 5}, 400),
+        (MESSAGES, chat_body(), 400),
+        (MANY_URL, {"requests": []}, 400),
+        (MANY_URL, {"requests": [chat_body(), chat_body(temperature=9)]}, 400),
         ("/tokenize", {"prompt": "abc"}, 200),
         ("/detokenize", {"tokens": [97]}, 200),
         ("/v1/messages/count_tokens", chat_body(), 200),
@@ -313,9 +330,10 @@ async def test_what_was_looked_at_counts_as_a_request(path: str, body: dict[str,
         assert 60 - (trio.current_time() - before) <= int(again.headers["retry-after"]) <= 60
 
 
-async def test_a_body_that_is_broken_off_counts_as_a_request(autojump_clock: trio.testing.MockClock) -> None:
+@pytest.mark.parametrize("path", [CHAT, MANY_URL])
+async def test_a_body_that_is_broken_off_counts_as_a_request(path: str, autojump_clock: trio.testing.MockClock) -> None:
     async with open_app(settings_with(requests_per_minute=1)) as (app, context), trio.open_nursery() as nursery:
-        driver = Driver(app, CHAT, chat_body(), more_body=True)
+        driver = Driver(app, path, chat_body(), more_body=True)
         driver.scope["headers"].append((b"authorization", b"Bearer k1"))
         nursery.start_soon(driver.run)
         await trio.testing.wait_all_tasks_blocked()
@@ -325,7 +343,9 @@ async def test_a_body_that_is_broken_off_counts_as_a_request(autojump_clock: tri
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize(("path", "status"), [(CHAT, 503), (COMPLETIONS, 503), ("/v1/messages", 529)])
+@pytest.mark.parametrize(
+    ("path", "status"), [(CHAT, 503), (COMPLETIONS, 503), (RESPONSES, 503), (MESSAGES, 529), (MANY_URL, 503)]
+)
 @pytest.mark.parametrize("why", ["queue_full", "draining"])
 async def test_what_the_server_cannot_take_costs_nothing(path: str, status: int, why: str) -> None:
     limits = {"max_num_seqs": 1, "max_waiting": 1}
@@ -343,7 +363,7 @@ async def test_what_the_server_cannot_take_costs_nothing(path: str, status: int,
                         await trio.sleep(0.001)
         else:
             server.engine.drain()
-        body = {"prompt": "a", "max_tokens": 1} if path == COMPLETIONS else chat_body(max_tokens=1)
+        body = {"requests": [chat_body()] * 3} if path == MANY_URL else body_for(path, max_tokens=1)
         for _ in range(3):
             answer = await post(path, json=body, headers=bearer("k1"))
             assert (answer.status_code, answer.headers["x-ratelimit-remaining-requests"]) == (status, "1"), answer.text

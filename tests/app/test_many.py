@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from app.api.envelope import ChatEnvelope
 from app.api.many import MANY_URL, MAX_CHATS
 from app.chat import seen_by
 from engine.place import Place
@@ -75,6 +76,51 @@ async def test_what_is_refused_ends_alone() -> None:
         # Both places are free again.
         assert sorted(await ask(server, [chat_body(max_tokens=3)] * 2, headers=key)) == [-1, 0, 1]
         assert (await server.client.post(MANY_URL, json={"requests": [chat_body()]})).status_code == 401
+
+
+@pytest.mark.parametrize("method", ["opening", "piece", "finish", "closing"])
+async def test_a_fault_of_the_servers_own_in_one_of_them_ends_it_alone(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, seen = getattr(ChatEnvelope, method), []
+
+    def breaks(self: ChatEnvelope, *args: Any) -> bytes:
+        if self not in seen:
+            seen.append(self)
+        if seen.index(self) == 1:
+            raise ZeroDivisionError("a secret")
+        written: bytes = plain(self, *args)
+        return written
+
+    monkeypatch.setattr(ChatEnvelope, method, breaks)
+    async with open_server() as server:
+        found = await ask(server, [chat_body(prompt, max_tokens=30) for prompt in PROMPTS[:4]])
+        await server.settle()
+        requests = server.engine.snapshot()["requests"]
+    assert found.pop(-1) == ["[DONE]"]
+    (broken,) = [told for told in found.values() if told[-1] != "[DONE]"]
+    error = broken[-1]
+    assert (error["status"], error["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in str(broken)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == ["an answer failed"]
+    is_early = method in ("opening", "piece")
+    assert requests["finished_by_reason"]["length"] == (3 if is_early else 4)
+    assert set(requests["aborted_by_cause_and_phase"]) == ({"error"} if is_early else set())
+
+
+async def test_the_call_is_the_first_of_its_chats_to_the_limits_of_its_key() -> None:
+    security = {"api_keys": ["alice=k1"]}
+    limits = {"requests_per_minute": 10, "tokens_per_minute": 60, "max_concurrent": 3}
+    settings = make_settings(security=security, security_limits={"alice": limits})
+    async with open_server(settings) as server:
+        before = trio.current_time()
+        body = {"requests": [chat_body(max_tokens=3)] * 3}
+        answer = await server.client.post(MANY_URL, json=body, headers={"Authorization": "Bearer k1"})
+        assert answer.headers["x-ratelimit-remaining-requests"] == "7"
+        await server.settle()
+        left = server.context.limits.headers("alice", trio.current_time())["x-ratelimit-remaining-tokens"]
+        # A prompt of 7 tokens and 3 of an answer, each.
+        assert 30 <= int(left) <= 30 + trio.current_time() - before
 
 
 async def test_a_place_is_free_when_its_own_chat_has_ended() -> None:

@@ -11,9 +11,10 @@ import h2.events
 import pytest
 import trio
 
+from app.api.envelope import CompletionEnvelope
 from app.http1 import MAX_AHEAD_BYTES
 from app.server import MAX_HEADER_BYTES
-from tests.app.serving import CHAT, COMPLETIONS, Server, break_piece, chat_body, make_settings, open_server
+from tests.app.serving import CHAT, COMPLETIONS, Server, break_envelope, chat_body, make_settings, open_server
 from tests.app.wire import Http1Client, Http2Client, connect, wait_for
 from tests.patience import PATIENCE_SECONDS
 
@@ -175,7 +176,9 @@ async def test_what_is_no_http_gets_an_answer(sent: bytes, status: int, caplog: 
 
 
 async def test_over_http2_a_stream_that_broke_off_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_piece(monkeypatch)
+    """Not even its failure could be told."""
+    break_envelope(monkeypatch, CompletionEnvelope, number=10)
+    break_envelope(monkeypatch, CompletionEnvelope, "failure")
     async with open_server() as server:
         client = Http2Client(await connect(server.port))
         body = {"model": "fake", "prompt": "once", "max_tokens": 30, "stream": True}

@@ -30,6 +30,7 @@ REFUSED: list[tuple[int, str, str, dict[str, str]]] = [
     (405, "PUT", CHAT, KEY),
     (415, "POST", CHAT, KEY | {"Content-Type": "text/plain"}),
     (429, "POST", CHAT, SPENT),
+    (429, "POST", "/chat/many", SPENT),
     (400, "POST", "http://[::1/x", {}),  # before there is a request to handle
     (400, "POST", "?x", {}),
 ]

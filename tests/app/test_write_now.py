@@ -12,10 +12,28 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
+from app.api.anthropic_answer import MessageEnvelope
+from app.api.envelope import ChatEnvelope, CompletionEnvelope, Envelope
+from app.api.responses_answer import ResponseEnvelope
 from app.api.sse import HEARTBEAT
 from app.call_scope import WRITE_NOW
 from app.connections import Connection, ConnectionConfig
-from tests.app.serving import COMPLETIONS, Driver, break_piece, events, open_app, open_server
+from app.logs import FIELDS
+from tests.app.serving import (
+    CHAT,
+    COMPLETIONS,
+    ENDS,
+    MESSAGES,
+    RESPONSES,
+    ROUTES,
+    Driver,
+    body_for,
+    break_envelope,
+    error_at_the_end,
+    events,
+    open_app,
+    open_server,
+)
 from tests.bench.versus.client import EventReader
 from tests.fakes import expected_output
 
@@ -103,14 +121,61 @@ async def test_what_a_full_socket_did_not_take_is_followed_at_once(autojump_cloc
     assert wire.data.count(HEARTBEAT.decode()) == 1
 
 
-async def test_an_envelope_that_fails_breaks_its_own_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_piece(monkeypatch)
+ENVELOPES: dict[str, type[Envelope]] = {
+    CHAT: ChatEnvelope,
+    COMPLETIONS: CompletionEnvelope,
+    RESPONSES: ResponseEnvelope,
+    MESSAGES: MessageEnvelope,
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("method", ["opening", "piece", "finish", "closing"])
+async def test_a_fault_while_a_stream_is_written_is_told_in_it_and_ends_it_alone(
+    path: str, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_envelope(monkeypatch, ENVELOPES[path], method, number=3 if method == "piece" else 1)
+    asked = body_for(path, PROMPT, max_tokens=30, stream=True)
+    async with open_server() as server:
+        answer = await server.client.post(path, json=asked)
+        assert answer.status_code == 200
+        assert error_at_the_end(answer.text)["message"] == "The server made a mistake; its log says more."
+        assert method == "closing" or not [end for end in ENDS if end in answer.text]
+        assert "secret" not in answer.text
+        await server.settle()
+        whole = await server.client.post(path, json=asked)
+        assert [end for end in ENDS if end in whole.text]
+        requests = server.engine.snapshot()["requests"]
+    told = [record for record in caplog.records if record.getMessage() == "an answer failed"]
+    assert [getattr(record, FIELDS)["request_id"] for record in told] == [answer.headers["x-request-id"]]
+    assert "a secret" in caplog.text
+    is_early = method in ("opening", "piece")
+    assert requests["finished_by_reason"]["length"] == (1 if is_early else 2)
+    assert set(requests["aborted_by_cause_and_phase"]) == ({"error"} if is_early else set())
+
+
+async def test_what_comes_before_a_fault_has_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_envelope(monkeypatch, CompletionEnvelope, number=3)
+    async with open_server() as server:
+        *told, _ = events((await server.client.post(COMPLETIONS, json=body(30))).text)
+    text = "".join([event["choices"][0]["text"] for event in told])
+    assert text
+    assert text != expected(30)
+    assert expected(30).startswith(text)
+
+
+async def test_where_not_even_the_failure_can_be_told_the_connection_breaks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_envelope(monkeypatch, CompletionEnvelope, number=10)
+    break_envelope(monkeypatch, CompletionEnvelope, "failure")
     async with open_server() as server:
         with pytest.raises(httpx.RemoteProtocolError):
             await server.client.post(COMPLETIONS, json=body(30))
         await server.settle()
         whole = await server.client.post(COMPLETIONS, json=body(30))
         assert text_of(events(whole.text)) == expected(30)
+    assert caplog.records[0].getMessage() == "an answer failed"
 
 
 async def test_over_a_socket_the_server_writes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

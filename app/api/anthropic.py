@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, WithJsonSchema
 
 from app.api.anthropic_answer import MessageEnvelope
 from app.api.bodies import MAX_TOKENS_CEILING
-from app.api.kinds import Stops
+from app.api.kinds import SERVING, Priority, QueueTimeout, Salt, Stops, Timeout
 from app.api.own_names import OwnNames
 from app.api.planning import check_model, plan_chat
 from app.api.requests import read_json
@@ -74,6 +74,13 @@ class MessagesBody(ConversationBody):
     top_k: int = Field(0, ge=-1, description="draw from the k likeliest tokens")
     stream: bool = Field(False, description="server-sent events as the answer is written")
     metadata: dict[str, Any] | None = Field(None, description="accepted; nothing is done with it")
+    timeout: Timeout = None
+    queue_timeout: QueueTimeout = None
+    priority: Priority = 0
+    service_tier: Literal["auto", "standard_only", "flex"] | None = Field(
+        None, description="flex is background work, which waits for the interactive; the others are Anthropic's"
+    )
+    cache_salt: Salt = None
     at_rest: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (),
         "context_management": (),
@@ -99,6 +106,8 @@ def plan_messages(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
         "top_p": body.top_p,
         "top_k": body.top_k,
         "stream": body.stream,
+        **{name: getattr(body, name) for name in SERVING},
+        "service_tier": "flex" if body.service_tier == "flex" else None,
     }
     with names.told():
         plan = names.put_into(plan_chat(engine, chat, caller))

@@ -19,11 +19,16 @@ from app.api.kinds import (
     GuidedJson,
     GuidedText,
     Messages,
+    Priority,
     Prompt,
+    QueueTimeout,
+    Salt,
     Stops,
     StopTokens,
     Structured,
     TemplateOptions,
+    Tier,
+    Timeout,
     ToolChoice,
     Tools,
     false_is_none,
@@ -95,19 +100,11 @@ class GenerationBody(Body):
     structured_outputs: Structured = Field(None, description="vLLM's newer spelling of the guided fields")
     stream: bool = Field(False, description="server-sent events as the answer is written")
     stream_options: StreamOptions | None = Field(None, description="only with stream")
-    timeout: float | None = Field(None, gt=0, description="seconds from arrival; then 408, or an error in the stream")
-    queue_timeout: float | None = Field(
-        None, gt=0, description="seconds from arrival without a seat; then 503, or an error in the stream"
-    )
-    priority: int = Field(
-        0, ge=-(2**31), lt=2**31, description="the lower goes first among the waiting requests of the same key"
-    )
-    service_tier: Literal["auto", "default", "flex"] | None = Field(
-        None, description="flex is background work, which waits for the interactive"
-    )
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="cached prompts are shared only with the same salt"
-    )
+    timeout: Timeout = None
+    queue_timeout: QueueTimeout = None
+    priority: Priority = 0
+    service_tier: Tier = None
+    cache_salt: Salt = None
     user: str | None = Field(None, description="accepted; nothing is done with it")
     metadata: dict[str, Any] | None = Field(None, description="accepted; nothing is done with it")
     store: Literal[False] | None = Field(None, description="nothing is stored; true is refused")

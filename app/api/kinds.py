@@ -5,9 +5,9 @@ Where a field is `Any`, the module that works with it checks it; the schema here
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from app.api.tools import MAX_TOOLS
@@ -196,3 +196,24 @@ Structured = Annotated[
     Any,
     _read_as("one of json, regex, choice, grammar, json_object", type="object", minProperties=1),
 ]
+
+# How long a request may take, when it is served, and what of the cache it shares: the same on every route that
+# generates, whatever the rest of its body is like.
+Timeout = Annotated[float | None, Field(gt=0, description="seconds from arrival; then 408, or an error in the stream")]
+QueueTimeout = Annotated[
+    float | None,
+    Field(gt=0, description="seconds from arrival without a seat; then 503, or an error in the stream"),
+]
+Priority = Annotated[
+    int,
+    Field(ge=-(2**31), lt=2**31, description="the lower goes first among the waiting requests of the same key"),
+]
+Tier = Annotated[
+    Literal["auto", "default", "flex"] | None,
+    Field(description="flex is background work, which waits for the interactive"),
+]
+Salt = Annotated[
+    str | None,
+    Field(min_length=1, max_length=256, description="cached prompts are shared only with the same salt"),
+]
+SERVING: Final = ("timeout", "queue_timeout", "priority", "service_tier", "cache_salt")

@@ -140,14 +140,17 @@ def _make_requests(
 
 def _wrapping(engine: Engine, body: GenerationBody, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
     """What both envelopes want to know."""
-    # As OpenAI does: who asks for a tier is told which one it was.
-    tier = None if body.service_tier is None else "flex" if requests[0].background else "default"
     return {
         "token_bytes": engine.tokenizer.token_bytes,
         "with_usage": body.include_usage,
         "with_logprobs": body.num_logprobs is not None,
-        "service_tier": tier,
+        "service_tier": tier_of(body, requests),
     }
+
+
+def tier_of(body: GenerationBody, requests: Sequence[GenerationRequest]) -> str | None:
+    """The tier it is served in. As OpenAI does: who asks for one is told which one it was, and nobody else."""
+    return None if body.service_tier is None else "flex" if requests[0].background else "default"
 
 
 def _spell_prompts(engine: Engine, prompts: Sequence[TextPrompt | TokensPrompt]) -> list[str]:

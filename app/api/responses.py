@@ -10,8 +10,9 @@ from pydantic import Field, WithJsonSchema
 
 from app.api import unsupported
 from app.api.bodies import MAX_TOKENS_CEILING
+from app.api.kinds import SERVING, Priority, QueueTimeout, Salt, Tier, Timeout
 from app.api.own_names import OwnNames
-from app.api.planning import plan_chat
+from app.api.planning import plan_chat, tier_of
 from app.api.responses_answer import ResponseEnvelope
 from app.api.schemas import Body, parse_body
 from engine.errors import InvalidRequestError
@@ -79,6 +80,11 @@ class ResponsesBody(Body):
     stream: bool = Field(False, description="server-sent events as the answer is written")
     metadata: dict[str, Any] | None = Field(None, description="comes back in the answer")
     user: str | None = Field(None, description="accepted; nothing is done with it")
+    timeout: Timeout = None
+    queue_timeout: QueueTimeout = None
+    priority: Priority = 0
+    service_tier: Tier = None
+    cache_salt: Salt = None
     # What asks for nothing, of fields that are not supported. At OpenAI `store` is true unless it is said; not here.
     at_rest: ClassVar[dict[str, tuple[Any, ...]]] = {
         "background": (False,),
@@ -89,7 +95,6 @@ class ResponsesBody(Body):
         "moderation": (),
         "previous_response_id": (),
         "prompt": (),
-        "service_tier": ("auto", "default"),
         "store": (False,),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
@@ -117,21 +122,23 @@ def plan_response(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
         "response_format": _format(body.text),
         "reasoning_effort": _effort(body.reasoning),
         "stream": body.stream,
+        **{name: getattr(body, name) for name in SERVING},
     }
     with names.told():
         plan = names.put_into(plan_chat(engine, chat, caller))
     tokenizer = engine.tokenizer
     envelope = ResponseEnvelope(
         plan.answer_id.removeprefix("chatcmpl-"),
-        _echo(body, engine.model.name),
+        _echo(body, engine.model.name, tier_of(plan.body, plan.requests)),
         count_tokens=lambda text: len(tokenizer.encode(text, parse_control=False, add_special=False)),
     )
     return replace(plan, envelope=envelope)
 
 
-def _echo(body: ResponsesBody, model: str) -> dict[str, Any]:
-    """What an answer repeats of its request."""
+def _echo(body: ResponsesBody, model: str, tier: str | None) -> dict[str, Any]:
+    """What an answer repeats of its request; `tier` is the one it is served in, for who asked for one."""
     return {
+        **({} if tier is None else {"service_tier": tier}),
         "object": "response",
         "created_at": int(time.time()),
         "model": model,

@@ -195,6 +195,7 @@ class ResponseAnswer(Answer):
     text: dict[str, Any]
     tool_choice: Any
     tools: list[dict[str, Any]]
+    service_tier: Literal["default", "flex"] = Field("default", description="for who asked for a tier")
     top_p: float
     truncation: Literal["disabled"]
     user: str | None

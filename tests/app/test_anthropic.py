@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 from app.api.anthropic_answer import PING
 from app.api.generation import HEARTBEAT_SECONDS
 from app.api.translated_answers import MessageAnswer, MessageError, MessageEvent, TokenCount
-from engine.handle import GenerationRequest, TextPrompt
 from tests.app.serving import Driver, make_settings, open_app, open_server
 from tests.fakes import FakeChatTemplate, expected_output
 
@@ -286,36 +285,6 @@ async def test_a_key_may_come_as_theirs_do() -> None:
             assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
 
 
-async def test_a_full_queue_is_an_overloaded_server() -> None:
-    limits = {"max_num_seqs": 1, "max_waiting": 1}
-    async with open_server(limits=limits, step_seconds=0.01) as server:
-        blockers = []
-        for name in ("runs", "waits"):
-            blockers.append(server.engine.submit(GenerationRequest(name, TextPrompt("hi"))))
-            while server.engine.snapshot()["requests"]["running"] == 0:
-                await trio.sleep(0.001)
-        refused = await server.client.post(MESSAGES, json=body())
-        for blocker in blockers:
-            blocker.abort("admin")
-    assert (refused.status_code, refused.json()["error"]["type"]) == (529, "overloaded_error")
-    assert int(refused.headers["retry-after"]) >= 1
-
-
-async def test_a_failure_in_a_stream_is_an_event_and_the_end() -> None:
-    async with open_server(step_seconds=0.01) as server:
-        response = await server.client.post(MESSAGES, json=body(max_tokens=400, stream=True, timeout=0.1))
-    assert response.status_code == 200
-    assert "event: error" not in response.text  # theirs has no such field: it is ignored
-    settings = make_settings(server={"request_timeout_seconds": 0.1})
-    async with open_server(settings, step_seconds=0.01) as server:
-        response = await server.client.post(MESSAGES, json=body(max_tokens=400, stream=True))
-    *_, last, rest = response.text.split("\n\n")
-    assert rest == ""
-    assert last.startswith("event: error\n")
-    assert json.loads(last.split("data: ")[1])["error"]["type"] == "timeout_error"
-    assert "message_stop" not in response.text
-
-
 async def test_a_heartbeat_is_a_ping(autojump_clock: trio.testing.MockClock) -> None:
     async with open_app(step_seconds=HEARTBEAT_SECONDS * 1.5) as (app, _), trio.open_nursery() as nursery:
         driver = Driver(app, MESSAGES, body(stream=True))
@@ -326,22 +295,6 @@ async def test_a_heartbeat_is_a_ping(autojump_clock: trio.testing.MockClock) -> 
             received += chunk
     assert received.count(PING) >= 6
     assert build(events(received.decode()))["content"] == [{"type": "text", "text": ANSWER}]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_frees_the_seat(stream: bool, autojump_clock: trio.testing.MockClock) -> None:
-    async with open_app(step_seconds=0.1) as (app, context), trio.open_nursery() as nursery:
-        driver = Driver(app, MESSAGES, body(stream=stream, max_tokens=400))
-        nursery.start_soon(driver.run)
-        await trio.sleep(1)
-        assert context.engine.num_open == 1
-        if stream:
-            assert await driver.status() == 200
-            await driver.body()
-        driver.leave()
-        await trio.sleep(0.5)
-        assert context.engine.num_open == 0
-        nursery.cancel_scope.cancel()
 
 
 async def test_tokens_are_counted() -> None:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
+import trio.testing
 
-from tests.app.serving import CHAT, COMPLETIONS, chat_body, make_settings, open_server
+from tests.app.serving import (
+    CHAT,
+    COMPLETIONS,
+    ENDS,
+    MESSAGES,
+    RESPONSES,
+    ROUTES,
+    Driver,
+    body_for,
+    chat_body,
+    error_at_the_end,
+    make_settings,
+    open_app,
+    open_server,
+)
 from tests.fakes import FakeRunner, Poison
 from tests.patience import PATIENCE_SECONDS
+
+if TYPE_CHECKING:
+    import httpx
 
 
 def completion_body(prompt: object = "hello", **fields: object) -> dict[str, object]:
@@ -282,14 +299,14 @@ async def test_ids_that_cannot_be_are_400() -> None:
             assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens"), tokens
 
 
-async def test_a_full_queue_is_503_at_once_and_says_when_to_come_back() -> None:
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_full_queue_is_503_at_once_and_says_when_to_come_back(path: str) -> None:
     limits = {"max_num_seqs": 1, "max_waiting": 2}
     async with open_server(limits=limits, step_seconds=0.02) as server, trio.open_nursery() as nursery:
-        body = chat_body(max_tokens=400)
         statuses: list[int] = []
 
         async def ask() -> None:
-            statuses.append((await server.client.post(CHAT, json=body)).status_code)
+            statuses.append((await server.client.post(path, json=body_for(path, max_tokens=400))).status_code)
 
         for _ in range(3):
             nursery.start_soon(ask)
@@ -298,47 +315,73 @@ async def test_a_full_queue_is_503_at_once_and_says_when_to_come_back() -> None:
         while server.engine.num_open < 3:
             await trio.sleep(0.001)
         for stream in (False, True):
-            response = await server.client.post(CHAT, json=body | {"stream": stream})
-            error = response.json()["error"]
-            assert response.status_code == 503
-            assert (error["code"], error["depth"], error["limit"]) == ("queue_full", 2, 2)
-            assert int(response.headers["retry-after"]) >= 1
+            response = await server.client.post(path, json=body_for(path, max_tokens=400, stream=stream))
+            error = check_unavailable(path, response, "queue_full")
+            assert path == MESSAGES or (error["depth"], error["limit"]) == (2, 2)
         assert server.engine.num_open == 3, "nobody had to end first"
         server.engine.abort_all("admin")
     assert statuses == [403, 403, 403]
 
 
-async def test_while_draining_new_requests_are_503() -> None:
+def check_unavailable(path: str, response: httpx.Response, code: str) -> dict[str, Any]:
+    """Anthropic's clients know another status and no code."""
+    error: dict[str, Any] = response.json()["error"]
+    wanted = (529, "overloaded_error") if path == MESSAGES else (503, "service_unavailable_error")
+    assert (response.status_code, error["type"]) == wanted
+    assert path == MESSAGES or error["code"] == code
+    assert int(response.headers["retry-after"]) >= 1
+    return error
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_while_draining_new_requests_are_503(path: str) -> None:
     async with open_server() as server:
         server.engine.drain()
-        response = await server.client.post(CHAT, json=chat_body())
-        assert response.status_code == 503
-        assert response.json()["error"]["code"] == "draining"
-        assert int(response.headers["retry-after"]) >= 1
+        check_unavailable(path, await server.client.post(path, json=body_for(path, max_tokens=3)), "draining")
 
 
-async def test_a_deadline_before_the_first_byte_is_408_and_frees_everything() -> None:
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_deadline_before_the_first_byte_is_408_and_frees_everything(path: str) -> None:
     settings = make_settings(server={"request_timeout_seconds": 0.1})
     async with open_server(settings, step_seconds=0.01) as server:
-        assert (await server.client.post(CHAT, json=chat_body(max_tokens=300))).status_code == 408
+        assert (await server.client.post(path, json=body_for(path, max_tokens=300))).status_code == 408
         await server.settle()
     async with open_server(step_seconds=0.01) as server:
-        response = await server.client.post(CHAT, json=chat_body(max_tokens=300, timeout=0.1))
-        assert response.status_code == 408
-        assert response.json()["error"]["code"] == "timeout"
+        response = await server.client.post(path, json=body_for(path, max_tokens=300, timeout=0.1))
+        assert (response.status_code, response.json()["error"]["type"]) == (408, "timeout_error")
+        assert path == MESSAGES or response.json()["error"]["code"] == "timeout"
         await server.settle()
         assert server.engine.snapshot()["requests"]["aborted_by_cause_and_phase"] == {"timeout": {"decode": 1}}
 
 
-async def test_a_deadline_after_the_first_byte_is_told_in_band_without_done() -> None:
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_deadline_after_the_first_byte_is_told_in_band_without_done(path: str) -> None:
     async with open_server(step_seconds=0.01) as server:
-        response = await server.client.post(CHAT, json=chat_body(max_tokens=300, timeout=0.1, stream=True))
+        response = await server.client.post(path, json=body_for(path, max_tokens=300, timeout=0.1, stream=True))
         assert response.status_code == 200
-        assert "[DONE]" not in response.text
-        assert '"finish_reason":"' not in response.text
-        last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
-        assert last["error"]["code"] == "timeout"
+        assert not [end for end in ENDS if end in response.text]
+        error = error_at_the_end(response.text)
+        assert error["type"] == "timeout_error" if path == MESSAGES else error["code"] == "timeout"
+        assert ("\n\nevent: error\n" in response.text) == (path in (RESPONSES, MESSAGES))
         await server.settle()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_frees_the_seat(path: str, stream: bool, autojump_clock: trio.testing.MockClock) -> None:
+    async with open_app(step_seconds=0.1) as (app, context), trio.open_nursery() as nursery:
+        driver = Driver(app, path, body_for(path, max_tokens=400, stream=stream))
+        nursery.start_soon(driver.run)
+        await trio.sleep(1)
+        assert context.engine.num_open == 1
+        if stream:
+            assert await driver.status() == 200
+            await driver.body()
+        driver.leave()
+        await trio.sleep(0.5)
+        assert context.engine.num_open == 0
+        assert context.engine.snapshot()["requests"]["aborted_by_cause_and_phase"] == {"client": {"decode": 1}}
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_step_that_fails_fails_its_requests_alone() -> None:

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 
-from app.api.planning import CHAT_URL, COMPLETION_URL
+from app.api.anthropic import plan_messages
+from app.api.deadlines import deadlines_of
+from app.api.planning import CHAT_URL, COMPLETION_URL, plan_chat, plan_completion
+from app.api.responses import plan_response
 from app.callers import NOBODY, Caller, Callers
 from app.config import load_settings
 from app.offline import PLANS
-from engine.errors import ConfigError
-from tests.app.serving import CHAT, chat_body, events, make_settings, open_server
+from engine.errors import ConfigError, InvalidRequestError
+from tests.app.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    ROUTES,
+    body_for,
+    chat_body,
+    events,
+    make_settings,
+    open_server,
+)
 from tests.fakes import open_fake_engine
 
+if TYPE_CHECKING:
+    from app.api.planning import Planner
+
+PLANNERS: dict[str, Planner] = {
+    CHAT: plan_chat,
+    COMPLETIONS: plan_completion,
+    RESPONSES: plan_response,
+    MESSAGES: plan_messages,
+}
 KEYS = ["alice=k1", "batch=k2"]
 
 
@@ -85,17 +109,51 @@ async def test_the_engine_is_told_whose_it_is_and_which_class(
     assert planned.envelope.service_tier == tier
 
 
+SERVED = {"timeout": 5, "queue_timeout": 2.5, "priority": -3, "service_tier": "flex", "cache_salt": "mine"}
+NOT_SERVED = {"timeout": 0, "queue_timeout": "soon", "priority": 0.5, "service_tier": "priority", "cache_salt": ""}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_request_says_on_every_route_how_it_is_to_be_served(path: str) -> None:
+    body = body_for(path, max_tokens=3)
+    async with open_fake_engine() as engine:
+        plan = PLANNERS[path](engine, body | SERVED, NOBODY)
+        at_rest = PLANNERS[path](engine, body | dict.fromkeys(SERVED), NOBODY)
+        for name, value in NOT_SERVED.items():
+            with pytest.raises(InvalidRequestError) as caught:
+                PLANNERS[path](engine, body | {name: value}, NOBODY)
+            assert caught.value.param == name
+    (request,) = plan.requests
+    assert (request.priority, request.background) == (-3, True)
+    assert request.cache_root == NOBODY.cache_root("mine")
+    deadlines = deadlines_of(plan.body, make_settings().server, 0.0)
+    assert (deadlines.end, deadlines.seat) == (5, 2.5)
+    (request,) = at_rest.requests
+    assert (request.priority, request.background) == (0, False)
+    assert request.cache_root == NOBODY.cache_root(None)
+    assert deadlines_of(at_rest.body, make_settings().server, 0.0).seat == math.inf
+
+
+@pytest.mark.parametrize("tier", ["auto", "standard_only"])
+async def test_anthropics_own_tiers_are_ordinary_work(tier: str) -> None:
+    body = body_for(MESSAGES, max_tokens=3, service_tier=tier)
+    async with open_fake_engine() as engine:
+        assert not plan_messages(engine, body, NOBODY).requests[0].background
+        assert plan_messages(engine, body, Caller(background=True)).requests[0].background
+
+
 async def test_the_tier_is_told_to_whoever_asked_for_one() -> None:
     async with open_server(make_settings(security={"api_keys": KEYS, "background_keys": ["batch"]})) as server:
 
-        async def post(key: str, **fields: Any) -> Any:
+        async def post(key: str, path: str = CHAT, **fields: Any) -> Any:
             headers = {"Authorization": f"Bearer {key}"}
-            return await server.client.post(CHAT, json=chat_body(max_tokens=2, **fields), headers=headers)
+            return await server.client.post(path, json=body_for(path, max_tokens=2, **fields), headers=headers)
 
-        assert "service_tier" not in (await post("k1")).json()
-        assert (await post("k1", service_tier="flex")).json()["service_tier"] == "flex"
-        assert (await post("k1", service_tier="auto")).json()["service_tier"] == "default"
-        assert (await post("k2", service_tier="auto")).json()["service_tier"] == "flex"
+        for path in (CHAT, COMPLETIONS, RESPONSES):
+            assert "service_tier" not in (await post("k1", path)).json()
+            assert (await post("k1", path, service_tier="flex")).json()["service_tier"] == "flex"
+            assert (await post("k1", path, service_tier="auto")).json()["service_tier"] == "default"
+            assert (await post("k2", path, service_tier="auto")).json()["service_tier"] == "flex"
         streamed = events((await post("k1", service_tier="flex", stream=True)).text)
         assert {chunk["service_tier"] for chunk in streamed if chunk != "[DONE]"} == {"flex"}
         refused = (await post("k1", service_tier="priority")).json()["error"]

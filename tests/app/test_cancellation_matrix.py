@@ -99,9 +99,10 @@ async def open_neighbour(server: Server, num_tokens: int = 60) -> AsyncIterator[
     assert answers[0].json()["choices"][0]["message"]["content"] == bytes(expected).decode()
 
 
-def line_of(server: Server) -> dict[str, Any]:
-    """The victim, as the engine sees it; empty where it does not."""
-    return next((line for line in server.engine.snapshot()["active"] if line["key"] == "me"), {})
+def line_of(server: Server, n: int = 1) -> dict[str, Any]:
+    """The last of the victim's choices, as the engine sees it; empty where it does not see all `n` of them."""
+    lines = [line for line in server.engine.snapshot()["active"] if line["key"] == "me"]
+    return lines[-1] if len(lines) == n else {}
 
 
 def body_of(phase: str, *, stream: bool) -> dict[str, Any]:
@@ -116,13 +117,13 @@ def body_of(phase: str, *, stream: bool) -> dict[str, Any]:
     return chat_body(max_tokens=400, stream=stream)
 
 
-async def reach(phase: str, server: Server, client: Http1Client, *, stream: bool) -> None:
-    """Wait until the victim is there."""
+async def reach(phase: str, server: Server, client: Http1Client, *, stream: bool, n: int = 1) -> None:
+    """Wait until the victim is there, with all its choices."""
     match phase:
         case "tokenizing":
             await wait_for(lambda: server.engine.num_open == 2)
         case "queued":
-            await wait_for(lambda: line_of(server).get("state") == "waiting")
+            await wait_for(lambda: line_of(server, n).get("state") == "waiting")
         case "prefill":
             await wait_for(lambda: line_of(server).get("phase") == "prefill" and line_of(server)["computed_tokens"])
         case "first chunk" if stream:
@@ -130,7 +131,7 @@ async def reach(phase: str, server: Server, client: Http1Client, *, stream: bool
         case "first chunk":
             await wait_for(lambda: line_of(server).get("output_tokens", 0) >= 1)
         case "decoding":
-            await wait_for(lambda: line_of(server).get("output_tokens", 0) >= 5)
+            await wait_for(lambda: line_of(server, n).get("output_tokens", 0) >= 5)
         case "finished":
             await client.read_until(rb"\[DONE\]" if stream else b'"usage"')
 
@@ -167,23 +168,24 @@ async def open_scene(
 
 
 @pytest.mark.parametrize(
-    ("phase", "way"),
+    ("phase", "way", "n"),
     [
-        pytest.param(p, w, id=f"{p}-{w}")
-        for p in PHASES
-        for w in WAYS
+        pytest.param(p, w, n, id=f"{p}-{w}-{n}")
+        for n, phases, ways in ((1, PHASES, WAYS), (3, ("queued", "decoding"), HTTP2_WAYS))
+        for p in phases
+        for w in ways
         if (p, w.name) != ("finished", "http2-rst_stream")
     ],
 )
-async def test_who_leaves_leaves_nothing(phase: str, way: Way, slow_tokenizer: threading.Event) -> None:
-    """First from a stream, then from a whole answer."""
-    async with open_scene(seats=1 if phase == "queued" else 2) as server:
+async def test_who_leaves_leaves_nothing(phase: str, way: Way, n: int, slow_tokenizer: threading.Event) -> None:
+    """First from a stream, then from a whole answer, with all its choices."""
+    async with open_scene(seats=1 if phase == "queued" else 1 + n) as server:
         for stream in (True, False):
             slow_tokenizer.clear()
             async with open_neighbour(server):
                 client = way.open(await connect(server.port))
-                await client.ask(body_of(phase, stream=stream), MINE)
-                await reach(phase, server, client, stream=stream)
+                await client.ask(body_of(phase, stream=stream) | {"n": n}, MINE)
+                await reach(phase, server, client, stream=stream, n=n)
                 steps = server.engine.snapshot()["step"]["count"]
                 await way.leave(client)
                 if phase == "tokenizing":
@@ -202,7 +204,7 @@ async def test_who_leaves_leaves_nothing(phase: str, way: Way, slow_tokenizer: t
             assert requests["finished_by_reason"]["length"] == 4
             assert not requests["aborted_by_cause_and_phase"]
         else:
-            assert requests["aborted_by_cause_and_phase"] == {"client": {COUNTED_AS.get(phase, "decode"): 2}}
+            assert requests["aborted_by_cause_and_phase"] == {"client": {COUNTED_AS.get(phase, "decode"): 2 * n}}
 
 
 @pytest.fixture
@@ -240,31 +242,37 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "open_listening_socket", open_)
 
 
-async def open_silent(server: Server, protocol: str, *, stream: bool, num_tokens: int = 400) -> Http1Client:
+async def open_silent(
+    server: Server, protocol: str, *, stream: bool, num_tokens: int = 400, **fields: Any
+) -> Http1Client:
     """A client that asks and then takes nothing."""
     connection = await connect(server.port, buffer_bytes=SMALL_BUFFER_BYTES)
     client = Http1Client(connection) if protocol == "http1" else Http2Client(connection, window=0)
-    await client.ask(chat_body(max_tokens=num_tokens, stream=stream, **LOUD), MINE)
+    await client.ask(chat_body(max_tokens=num_tokens, stream=stream, **LOUD, **fields), MINE)
     return client
 
 
 @pytest.mark.usefixtures("_small_buffers")
-@pytest.mark.parametrize(("phase", "stream"), [("decoding", True), ("finished", True), ("finished", False)])
+@pytest.mark.parametrize(
+    ("phase", "stream", "n"),
+    [("decoding", True, 1), ("decoding", True, 3), ("finished", True, 1), ("finished", False, 1)],
+)
 @pytest.mark.parametrize("protocol", ["http1", "http2"])
-async def test_who_stops_reading_loses_seat_and_place(protocol: str, phase: str, stream: bool) -> None:
+async def test_who_stops_reading_loses_seat_and_place(protocol: str, phase: str, stream: bool, n: int) -> None:
     slow_seconds = 0.05 if phase == "decoding" else LONG
     # Twice as long its connection waits for it: longer than the process may be held up until its place is asked for.
     settings = {"server": {"slow_client_seconds": 0.75}}
-    async with open_scene(settings=settings, limits={"slow_client_seconds": slow_seconds}) as server:
+    async with open_scene(seats=1 + n, settings=settings, limits={"slow_client_seconds": slow_seconds}) as server:
         async with open_neighbour(server, num_tokens=150):
-            client = await open_silent(server, protocol, stream=stream, num_tokens=400 if phase == "decoding" else 30)
-            await wait_for(lambda: server.engine.num_open == 2)
+            num_tokens = 400 if phase == "decoding" else 30
+            client = await open_silent(server, protocol, stream=stream, num_tokens=num_tokens, n=n)
+            await wait_for(lambda: server.engine.num_open == 1 + n)
             await wait_for(lambda: server.engine.num_open == 1)
             assert not await has_place(server)  # half an answer is on its way
         await wait_for_place(server)
         requests = server.engine.snapshot()["requests"]
         if phase == "decoding":
-            assert requests["aborted_by_cause_and_phase"] == {"slow_client": {"decode": 1}}
+            assert requests["aborted_by_cause_and_phase"] == {"slow_client": {"decode": n}}
         else:
             assert requests["finished_by_reason"]["length"] == 2
             assert not requests["aborted_by_cause_and_phase"]

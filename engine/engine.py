@@ -14,7 +14,7 @@ import trio
 from engine.batching import make_batching
 from engine.config import MAX_WAITING, SWITCHES, live_range
 from engine.door import Door
-from engine.errors import RequestError, UnavailableError
+from engine.errors import UnavailableError
 from engine.faults import Notice
 from engine.handle import Handle
 from engine.ingress import Ingress
@@ -22,12 +22,12 @@ from engine.kv_cache import KVCache
 from engine.messages import Command, Drain, Result, SetLimits
 from engine.place import place_of
 from engine.policy import make_admission
-from engine.report import REJECTION_REASONS, Report
+from engine.report import Report, reason_of
 from engine.request_log import RequestLog
 from engine.request_view import RequestView
 from engine.scheduler import Scheduler
 from engine.scheduling import Scheduling
-from engine.stats import Stats
+from engine.stats import RequestTimes, Stats
 from engine.stepper import open_stepper
 from engine.streaming import Streaming
 
@@ -344,10 +344,10 @@ class Engine:
     def _refused(self, handle: Handle, error: RelevoError | None) -> None:
         """A handle goes no further than the door; `error` is `None` when its caller left meanwhile."""
         if error is None:
-            self._stats.aborted[handle.abort_cause or "client", "door"] += 1
+            times = RequestTimes(handle.arrival_time, handle.request.background)
+            self._stats.record_abort(times, trio.current_time(), handle.abort_cause, "door")
         else:
-            code = error.code if isinstance(error, (RequestError, UnavailableError)) else None
-            self._stats.rejected[code if code in REJECTION_REASONS else "invalid"] += 1
+            self._stats.rejected[reason_of(error)] += 1
         self._closed(handle)
 
     def _closed(self, handle: Handle) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import RequestError, UnavailableError
 from engine.experience import all_experience, course
 from engine.handle import ABORT_CAUSES
 from engine.place import line_of, why_waits
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine.config import EngineConfig, Limits
+    from engine.errors import RelevoError
     from engine.experience import Course
     from engine.scheduler import Scheduler
     from engine.scheduling import Scheduling
@@ -28,8 +30,10 @@ PHASES = ("door", "queued", "prefill", "decode")
 # Of those that wait so many are told one by one: it is done every second.
 MAX_LISTED_WAITING = 1000
 PREEMPTION_REASONS = ("kv_memory", "better_right")
+# `error` is the server's own fault: something at the door failed over the request. `invalid` is the request's.
 REJECTION_REASONS = (
     "context_length_exceeded", "queue_full", "late", "rate_limited", "busy", "draining", "unavailable", "invalid",
+    "error",
 )  # fmt: skip
 
 
@@ -52,6 +56,13 @@ class MetricsView:
     labelled_counters: Mapping[str, tuple[tuple[str, ...], Mapping[tuple[str, ...], float]]]
     histograms: Mapping[str, Histogram]
     cache_config: Mapping[str, str]
+
+
+def reason_of(error: RelevoError) -> str:
+    """Under which of `REJECTION_REASONS` the request counts that the engine refused with this."""
+    if not isinstance(error, (RequestError, UnavailableError)):
+        return "error"
+    return error.code if error.code in REJECTION_REASONS else "invalid"
 
 
 class Report:

@@ -313,10 +313,7 @@ class Stats:
         self._record(times, "queue", "request_queue_time_seconds", now, now - times.arrival)
 
     def record_finish(self, times: RequestTimes, now: float, reason: str, cause: str | None = None) -> None:
-        """Count an accepted request's ending; `cause` says who aborted it.
-
-        One that ran out of time was not given up but failed: else none would miss its target in an overload.
-        """
+        """Count an accepted request's ending; `cause` says who aborted it."""
         self.finished[reason] += 1
         self.histograms["request_prompt_tokens"].observe(times.num_prompt_tokens)
         self.histograms["request_generation_tokens"].observe(times.num_output_tokens)
@@ -325,13 +322,7 @@ class Stats:
             self.histograms["request_prefill_time_seconds"].observe(times.first_token - times.seated)
             self.histograms["request_decode_time_seconds"].observe(times.last_token - times.first_token)
         if reason == "abort":
-            self.aborted[cause or "client", times.phase] += 1
-            if cause in OUT_OF_TIME:
-                work = self.of(times)
-                work.record_end(times, now, failed=True)
-                work.outcomes.add(now, "timed_out")
-                if times.phase == "queued":
-                    work.outcomes.add(now, "timed_out_queued")
+            self.record_abort(times, now, cause, times.phase)
             return
         self._record(times, "e2e", "e2e_request_latency_seconds", now, now - times.arrival)
         if times.first_token is not None and times.last_token is not None and times.num_output_tokens > 1:
@@ -342,6 +333,19 @@ class Stats:
         if reason != "error":
             work.finish_rate.add(now, 1)
             work.finish_token_rate.add(now, times.num_prompt_tokens)
+
+    def record_abort(self, times: RequestTimes, now: float, cause: str | None, phase: str) -> None:
+        """Count one that was ended by somebody, also at the door; `cause` says by whom.
+
+        One that ran out of time was not given up but failed: else none would miss its target in an overload.
+        """
+        self.aborted[cause or "client", phase] += 1
+        if cause in OUT_OF_TIME:
+            work = self.of(times)
+            work.record_end(times, now, failed=True)
+            work.outcomes.add(now, "timed_out")
+            if times.phase == "queued":
+                work.outcomes.add(now, "timed_out_queued")
 
     def _record(self, times: RequestTimes, window: str, histogram: str, now: float, value: float) -> None:
         self.of(times).windows[window].add(now, value)

@@ -38,10 +38,12 @@ def count_totals(snapshot: Mapping[str, Any]) -> dict[str, int]:
     """
     requests = snapshot["requests"]
     finished, rejected = requests["finished_by_reason"], requests["rejected_by_reason"]
-    timed_out = sum(sum(requests["aborted_by_cause_and_phase"].get(cause, {}).values()) for cause in OUT_OF_TIME)
-    aborts = finished["abort"] - timed_out
+    out_of_time = [requests["aborted_by_cause_and_phase"].get(cause, {}) for cause in OUT_OF_TIME]
+    timed_out = sum(sum(phases.values()) for phases in out_of_time)
+    # Who ran out of time at the door was not accepted, and is not among the finished.
+    aborts = finished["abort"] - timed_out + sum(phases.get("door", 0) for phases in out_of_time)
     return {
-        "requests": sum(finished.values()) - aborts,
+        "requests": sum(finished.values()) - finished["abort"] + timed_out,
         "output_tokens": snapshot["tokens"]["output"],
         "prompt_tokens": snapshot["tokens"]["prompt"],
         "rejections": sum(rejected.get(reason, 0) for reason in REFUSED),

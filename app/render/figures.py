@@ -92,7 +92,7 @@ def count_groups(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"title": "Finished", "rows": [_count(words.FINISHED, k, n, alarms=("error",)) for k, n in finished.items()]},
         {
             "title": "Refused",
-            "rows": [_count(words.REJECTED, k, n, alarms=("queue_full",)) for k, n in rejected.items() if n],
+            "rows": [_count(words.REJECTED, k, n, alarms=("queue_full", "error")) for k, n in rejected.items() if n],
         },
     ]
 

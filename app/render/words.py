@@ -45,6 +45,7 @@ REJECTED = {
     "draining": "taking nothing new",
     "unavailable": "not possible now",
     "invalid": "not valid, at the engine",
+    "error": "failed at the door, by the server's own fault",
 }
 EVENTS = {
     "start": "Start",

@@ -170,14 +170,14 @@ async def test_a_clock_that_is_set_back_neither_prolongs_a_stall_nor_makes_a_cro
 
 async def test_who_gave_up_has_not_come_to_an_end_and_who_ran_out_of_time_has_failed() -> None:
     watch = Watch()
-    aborted = {"client": {"decode": 5}, "timeout": {"queued": 2, "decode": 1}}
+    aborted = {"client": {"decode": 5}, "timeout": {"queued": 2, "decode": 1}, "queue_timeout": {"door": 3}}
     requests = watch.engine.snapshot()["requests"] | {
         "finished_by_reason": {"stop": 4, "length": 1, "abort": 8, "error": 1}, "aborted_by_cause_and_phase": aborted,
-        "rejected_by_reason": {"queue_full": 3, "rate_limited": 2, "draining": 1, "invalid": 7},
+        "rejected_by_reason": {"queue_full": 3, "rate_limited": 2, "draining": 1, "invalid": 7, "error": 2},
     }  # fmt: skip
     watch.look(requests=requests)
     (seen,) = watch.rows
-    assert [seen[name] for name in ("requests", "errors", "aborts", "rejections")] == [9, 4, 5, 6]
+    assert [seen[name] for name in ("requests", "errors", "aborts", "rejections")] == [12, 7, 5, 8]
 
 
 async def test_the_last_events_are_kept_and_told_anew_in_their_place() -> None:

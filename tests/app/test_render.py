@@ -242,11 +242,12 @@ def test_a_window_keeps_its_points() -> None:
     assert (History(60).recent()["refused"], History(60).recent()["rows"]["computed"]) == (0, 0)
 
 
-async def test_only_who_came_at_a_bad_time_is_trouble() -> None:
+@pytest.mark.parametrize("trouble", ["rate_limited", "error"])
+async def test_only_who_came_at_a_bad_time_is_trouble(trouble: str) -> None:
     """A prompt that is too long is its sender's affair."""
     engine = FakeEngine("idle")
     telemetry = watched(engine, 1)
-    told = [("invalid", ""), ("context_length_exceeded", ""), ("rate_limited", "bad")]
+    told = [("invalid", ""), ("context_length_exceeded", ""), (trouble, "bad")]
     for second, (reason, level) in enumerate(told):
         engine.rejected[reason] += 1
         engine.now = second + 1.0

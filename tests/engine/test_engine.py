@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from engine.config import SloTargets
 from engine.errors import ContextLengthError, DrainingError, EngineError, InvalidRequestError, QueueFullError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
 from engine.ingress import LONG_TEXT
@@ -263,7 +264,26 @@ async def test_a_request_that_trips_something_up_at_the_door_fails_alone(
             await bad.accepted()
         assert (await read(good))[0] == answer("good", 2)
         await engine.wait_idle()
-        assert engine.snapshot()["requests"]["rejected_by_reason"]["invalid"] == 1
+        rejected = engine.snapshot()["requests"]["rejected_by_reason"]
+        assert (rejected["error"], sum(rejected.values())) == (1, 1), "the server's fault and not the request's"
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_who_runs_out_of_time_at_the_door_has_missed_its_targets(
+    background: bool, autojump_clock: MockClock
+) -> None:
+    slo = SloTargets(ttft_p95_seconds=2.0)
+    async with open_fake_engine(fake_config(slo=slo, slo_background=slo)) as engine:
+        for cause in ("timeout", "queue_timeout", "client"):
+            engine.submit(replace(ask("too late"), background=background)).abort(cause)
+        await engine.wait_idle()
+        snapshot = engine.snapshot()
+    assert snapshot["requests"]["aborted_by_cause_and_phase"] == {
+        cause: {"door": 1} for cause in ("timeout", "queue_timeout", "client")
+    }
+    met = snapshot["background"] if background else snapshot
+    assert met["ended"]["failed"] == met["ended"]["timed_out"] == met["ended"]["timed_out_queued"] == 2
+    assert met["slo"]["attainment"]["ttft_p95_seconds"] == 0
 
 
 async def test_background_work_keeps_no_interactive_work_out(autojump_clock: MockClock) -> None:

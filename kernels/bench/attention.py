@@ -171,6 +171,8 @@ def main_cases() -> list[Case]:
     for heads, kv_heads, size in ((32, 8, 64), (9, 3, 64), (32, 32, 80), (32, 8, 96), (8, 4, 256), (32, 1, 128)):
         shapes += [replace(shape, heads=heads, kv_heads=kv_heads, size=size) for shape in (many, mixed)]
     shapes += [replace(many, block_size=32), replace(many, dtype=torch.float16)]
+    padded = replace(many, heads=32, size=96, cache_dtype=FLOAT8)
+    shapes += [padded, replace(padded, rows=MIXED, kv_heads=32, size=80)]
     shapes += [replace(shape, dtype=torch.float32) for shape in (many, mixed)]
     return _cases(shapes)
 
@@ -206,5 +208,8 @@ def small_cases() -> list[Case]:
         replace(base, cache_dtype=torch.bfloat16),
         replace(base, cache_dtype=FLOAT8),
         replace(fast, cache_dtype=FLOAT8),
+        replace(fast, size=96),
+        replace(base, size=96, cache_dtype=FLOAT8),
+        replace(fast, heads=3, kv_heads=1, size=80, cache_dtype=FLOAT8),
     ]
     return _cases(shapes)

@@ -37,8 +37,13 @@ class Shape:
     @property
     def name(self) -> str:
         """Sizes, bits and dtype."""
+        return f"{self.tokens} × {self.cols} × {self.rows}, {self.kind}"
+
+    @property
+    def kind(self) -> str:
+        """Bits and dtype, and how it is cut."""
         cut = f"; {'/'.join(map(str, self.tiles))}" if self.tiles else ""
-        return f"{self.tokens} × {self.cols} × {self.rows}, {self.bits} bits, {NAMES[self.dtype]}{cut}"
+        return f"{self.bits} bits, {NAMES[self.dtype]}{cut}"
 
 
 def make_matrix(bits: int, rows: int, cols: int, device: torch.device) -> PackedBlocks:
@@ -100,6 +105,11 @@ def _cases(shapes: list[Shape]) -> list[Case]:
     return [Case("quantized_linear", shape.name, partial(make_linear, shape)) for shape in shapes]
 
 
+def _rows_case(count: int, shape: Shape) -> Case:
+    name = f"{count} rows of {shape.rows} × {shape.cols}, {shape.kind}"
+    return Case("quantized_rows", name, partial(make_rows, count, shape))
+
+
 def main_cases() -> list[Case]:
     """Every kind: decode of many rows and a chunk, then one row and some; Llama-3.1-8B's and SmolLM2-135M's shapes."""
     kinds = [(bits, dtype) for dtype in (torch.bfloat16, torch.float16) for bits in (4, 8, 6, 5)]
@@ -109,10 +119,7 @@ def main_cases() -> list[Case]:
     shapes += [Shape(tokens, 3072, 576) for tokens in (1, 16, 2048)]
     shapes += [Shape(tokens, 4096, 4096, 4, torch.float32) for tokens in (16, 2048)]
     cases = _cases(shapes)
-    for bits in (4, 6, 8):
-        shape = Shape(0, 128_256, 4096, bits)
-        cases.append(Case("quantized_rows", f"64 of {shape.name}", partial(make_rows, 64, shape)))
-    return cases
+    return cases + [_rows_case(64, Shape(0, 128_256, 4096, bits)) for bits in (4, 6, 8)]
 
 
 def small_cases() -> list[Case]:
@@ -126,8 +133,5 @@ def small_cases() -> list[Case]:
                 shapes.append(Shape(tokens, 37, cols, bits, dtype, tiles))
     shapes += [Shape(0, 5, 32), Shape(70, 16, 32, 8, torch.float32)]
     cases = _cases(shapes)
-    for bits in (4, 5, 6, 8):
-        for cols in (32, 192, 1152):
-            shape = Shape(0, 37, cols, bits, torch.float32)
-            cases.append(Case("quantized_rows", f"9 of {shape.name}", partial(make_rows, 9, shape)))
-    return cases
+    odd = [Shape(0, 37, cols, bits, torch.float32) for bits in (4, 5, 6, 8) for cols in (32, 192, 1152)]
+    return cases + [_rows_case(9, shape) for shape in odd]

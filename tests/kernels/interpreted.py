@@ -11,6 +11,7 @@ import torch
 
 from kernels.bench.registry import small_cases
 from tests.kernels import interpreted_attention as attention
+from tests.kernels.interpreted_cache import check_far_copies, check_far_keys_and_values
 from tests.quick_interpreter import stay_dressed
 
 if __name__ == "__main__":
@@ -23,5 +24,8 @@ if __name__ == "__main__":
     agreed["paged_attention"] += attention.check_huge_block_ids() + attention.check_many_rows()
     agreed["paged_attention"] += attention.check_eight_bit_floats()
     agreed["cuts"] += attention.check_cuts()
+    print("blocks that lie far away", flush=True)
+    agreed["rope_kv_write"] += check_far_keys_and_values()
+    agreed["copy_blocks"] += check_far_copies()
     for kernel, count in agreed.items():
         print(f"{kernel}: {count} cases agree")

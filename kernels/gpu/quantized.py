@@ -156,18 +156,19 @@ def quantized_linear_kernel(
 
 
 def choose_tiles(num_tokens: int, num_rows: int, bits: int, dtype: torch.dtype) -> Tiles:
-    """The cut for a shape: what compiles with few spills or none, see kernels/RESULTS.md; no device has timed it yet.
+    """The cut for a shape: what compiles without spills, see kernels/RESULTS.md; no device has timed it yet.
 
     With few tokens the codes are most of what is read, and many small programs read them fastest; the more tokens
     there are, the more rows must share what is read of those.
     """
     if dtype == torch.float32:  # three products each fill the registers soon
-        return Tiles(16, 16, 4, 4, 2) if num_tokens <= 16 else Tiles(64, 32, 1, 4, 2)
+        return Tiles(16, 16, 4, 8, 2) if num_tokens <= 16 else Tiles(32, 32, 1, 4, 2)
     if num_tokens <= 16:
-        small = num_tokens <= 4 and num_rows < 8192
-        return Tiles(16 if small else 32, 16, 8, 8, 2 if bits == 8 else 3)
+        if num_tokens <= 4 and num_rows < 8192:
+            return Tiles(16, 16, 8, 8, 3)
+        return Tiles(32, 16, 8, 8, 2 if bits in (6, 8) else 3)
     if num_tokens <= 32:
-        return Tiles(64, 32, 4, 4, 3)
+        return Tiles(64, 32, 4, 8, 3)
     return Tiles(64, 64 if num_tokens <= 64 else 128, 1, 4, 3)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from app.cli.progress import Progress
-from app.files import write_whole
+from app.files import write_json
 from engine.bench_device import GPU_BATCHES, GPU_CONTEXTS, measure_device, with_gpu_sizes
 from engine.bench_offline import CROWDS
 from engine.errors import ConfigError
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
 
 CPU_BATCHES, CPU_CONTEXTS = (1, 4, 16), (300,)
-HEADER = ("batch", "context", "new", "step ms", "tokens/s", "of the floor", "host ms")
+HEADER = ("batch", "context", "new", "step ms", "tokens/s", "of the floor", "host ms p50/p99/max")
 
 
 def measures_device(config: EngineConfig, gpus: Gpus | None = None) -> bool:
@@ -73,7 +72,7 @@ def run_device_bench(
     for line in device_table(result):
         echo(line)
     if json_path is not None:
-        write_whole(json_path, json.dumps(result, indent=2) + "\n")
+        write_json(json_path, result)
     return 0
 
 
@@ -106,7 +105,6 @@ def device_table(result: dict[str, Any]) -> list[str]:
         "  ".join(HEADER),
     ]
     for row in (*result["rows"], *result["prefill"]):
-        host = row["host_seconds"]
         cells = (
             f"{row['batch']}",
             f"{row['context']}",
@@ -114,7 +112,7 @@ def device_table(result: dict[str, Any]) -> list[str]:
             f"{row['step_seconds'] * 1e3:.2f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['share_of_floor']:.0%}",
-            "" if host is None else f"{host * 1e3:.2f}",
+            _spread_ms(row["host_seconds"]),
         )
         lines.append("  ".join(cell.rjust(len(name)) for cell, name in zip(cells, HEADER, strict=True)))
     if result["workload"] is not None:
@@ -122,10 +120,17 @@ def device_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _spread_ms(spread: dict[str, float] | None) -> str:
+    """Median, 99th percentile and longest, in milliseconds; nothing of nothing."""
+    return "" if spread is None else "/".join([f"{spread[name] * 1e3:.2f}" for name in ("p50", "p99", "max")])
+
+
 def workload_lines(workload: dict[str, Any]) -> list[str]:
     """What came of the crowd."""
-    launch = workload["launch_seconds"]
-    beside = f", launching it {launch * 1e3:.2f} ms" if launch is not None else ""
+    beside = ""
+    if workload["launch_seconds"] is not None:
+        beside = f", launching it {workload['launch_seconds'] * 1e3:.2f} ms; all that Python does of one, "
+        beside += f"p50/p99/max: {_spread_ms(workload['host_seconds'])} ms"
     return [
         f"{workload['requests']} requests, {workload['prompt_tokens']:,} tokens in and "
         f"{workload['output_tokens']:,} out in {workload['seconds']:.1f} s: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import sys
@@ -36,6 +37,11 @@ def write_whole(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_json(path: Path, value: object) -> None:
+    """The same of a result, as JSON that people read too."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 def _replace(path: Path, text: str) -> bool:

@@ -11,10 +11,10 @@ from collections import deque
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from engine.batch import ScheduledBatch, Seated
-from engine.bench_offline import Pool, run_crowd
+from engine.bench_offline import Pool, Spread, run_crowd
 from engine.errors import ConfigError
 from engine.gpu.device import choose_device
 from engine.gpu.gpus import Gpus, HostClock
@@ -23,13 +23,12 @@ from engine.machine import measure_machine, work_of
 from engine.random_model import make_random_checkpoint
 from engine.sequence import SamplingParams
 from engine.startup import load_model, prepare
-from engine.stepper import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.batch import StepOutput
-    from engine.bench_offline import Crowd
+    from engine.bench_offline import Crowd, Measured
     from engine.config import EngineConfig
     from engine.gpu.device import Device
     from engine.gpu.gpus import Clock
@@ -45,21 +44,6 @@ GPU_CONTEXTS: Final = (800, 4000)
 GPU_SEATS, GPU_TOKENS = 256, 8192
 
 
-class Measured(Runner, Protocol):
-    """What is asked of a runner beside steps."""
-
-    model: Any
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes that one token takes in the cache."""
-        ...
-
-    def take_seconds(self) -> dict[str, float]:
-        """Where the time of steps went, on this side; `wait` is for the device."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
     """Steps of `batch` sequences that have `context` tokens with the step's own.
@@ -69,7 +53,7 @@ class DeviceRow:
         step_seconds: from the end of a step to the end of the next, median.
         floor_seconds: what reading weights and cache, or the arithmetic, takes at the measured rates of the machine.
         share_of_floor: floor_seconds / step_seconds; 1 is as good as the machine allows.
-        host_seconds: of a step in Python, beside waiting for the device; `None` where there is none to wait for.
+        host_seconds: of steps in Python, beside waiting for the device; `None` where there is none to wait for.
     """
 
     batch: int
@@ -79,7 +63,7 @@ class DeviceRow:
     tokens_per_second: float
     floor_seconds: float
     share_of_floor: float
-    host_seconds: float | None
+    host_seconds: Spread | None
     rounds: int
 
 
@@ -110,6 +94,7 @@ def measure_device(
     crowd: Crowd | None,
     report: Report,
     gpus: Gpus | None = None,
+    keep: Callable[[dict[str, Any]], object] = lambda _result: None,
 ) -> dict[str, Any]:
     """Load or make a model and measure it.
 
@@ -118,6 +103,7 @@ def measure_device(
         batches, contexts: as in `engine.bench.measure_speed`.
         crowd: requests to answer as fast as can be; `None` leaves that out.
         report: told (done, total) parts of the work, and a word about them.
+        keep: told the result so far behind each row.
 
     Returns:
         `machine`, `device`, `model`, `weights_kind`, `dtype`, `remarks`, `rows`, `prefill`, and `workload` or `None`.
@@ -137,29 +123,19 @@ def measure_device(
     subject = open_subject(_with_room(config, shape, batches, contexts, crowd), shape, gpus)
     if crowd is not None:
         subject.pool.check_room(crowd)
-    machine = _machine(subject, rates)
-    remarks = list(subject.prepared.remarks)
-    rows: list[DeviceRow] = []
+    result = _nothing_yet(subject, rates)
     for done, shape_of_step in enumerate((*decode, *prefill), start=1):
         report(done, total, "")
-        rows += _measure_if_it_fits(subject, *shape_of_step, machine, seconds_per_row, remarks)
-    if not rows:
-        raise ConfigError(remarks[-1])
-    workload = None
+        rows = _measure_if_it_fits(subject, *shape_of_step, result["machine"], seconds_per_row, result["remarks"])
+        result["rows" if done <= len(decode) else "prefill"] += [asdict(row) for row in rows]
+        keep(result)
+    if not result["rows"] and not result["prefill"]:
+        raise ConfigError(result["remarks"][-1])
     if crowd is not None:
-        workload = _answer_crowd(subject, config, crowd, lambda word: report(total - 1, total, word))
+        result["workload"] = _answer_crowd(subject, config, crowd, lambda word: report(total - 1, total, word))
+        keep(result)
     report(total, total, "")
-    return {
-        "machine": machine,
-        "device": subject.device.name,
-        "model": subject.name,
-        "weights_kind": subject.weights_kind,
-        "dtype": subject.prepared.dtype,
-        "remarks": remarks,
-        "rows": [asdict(row) for row in rows if row.new_tokens == 1],
-        "prefill": [asdict(row) for row in rows if row.new_tokens > 1],
-        "workload": workload,
-    }
+    return result
 
 
 def _answer_crowd(subject: Subject, config: EngineConfig, crowd: Crowd, say: Callable[[str], object]) -> dict[str, Any]:
@@ -231,6 +207,21 @@ def open_subject(config: EngineConfig, shape: str | None, gpus: Gpus) -> Subject
     return Subject(name, kind, device, prepared, pool, clock)
 
 
+def _nothing_yet(subject: Subject, rates: tuple[float, float] | None) -> dict[str, Any]:
+    """The result of `measure_device` before any step."""
+    return {
+        "machine": _machine(subject, rates),
+        "device": subject.device.name,
+        "model": subject.name,
+        "weights_kind": subject.weights_kind,
+        "dtype": subject.prepared.dtype,
+        "remarks": list(subject.prepared.remarks),
+        "rows": [],
+        "prefill": [],
+        "workload": None,
+    }
+
+
 def _machine(subject: Subject, rates: tuple[float, float] | None) -> dict[str, Any]:
     """The device in words, and its rates; on a GPU of a copy, reads and writes together, and of a bfloat16 product."""
     if rates is None:
@@ -246,16 +237,11 @@ def measure_device_row(steps: DeviceSteps, machine: dict[str, Any], *, seconds: 
     """Time steps for about so long."""
     steps.run(WARM_STEPS)
     subject = steps.subject
-    subject.runner.take_seconds()
     began = time.perf_counter()
     steps.run(MIN_STEPS)
     usual = (time.perf_counter() - began) / MIN_STEPS
-    subject.runner.take_seconds()
     count = max(MIN_STEPS, min(MAX_STEPS, int(seconds / usual)))
-    began = time.perf_counter()
-    ends = steps.run(count)
-    whole = time.perf_counter() - began
-    waited = subject.runner.take_seconds().get("wait", 0.0)
+    ends, host = steps.run(count)
     step = median([subject.clock.seconds(one, other) for one, other in pairwise(ends)])
     read, operations = steps.bytes_and_operations()
     floor = max(read / machine["memory_bytes_per_second"], operations / machine["product_flops_per_second"])
@@ -267,7 +253,7 @@ def measure_device_row(steps: DeviceSteps, machine: dict[str, Any], *, seconds: 
         tokens_per_second=steps.batch * steps.new_tokens / step,
         floor_seconds=floor,
         share_of_floor=floor / step,
-        host_seconds=(whole - waited) / count if subject.runner.overlaps else None,
+        host_seconds=Spread.of(host[1:]) if subject.runner.overlaps else None,  # the first reads none before it
         rounds=count,
     )
 
@@ -309,24 +295,27 @@ class DeviceSteps:
         self._first = replace(whole, seated=seated, new_blocks=tuple(enumerate(tables)))
         self._next = whole
 
-    def run(self, count: int) -> list[Any]:
-        """So many steps; gives marks of their ends on the subject's clock.
+    def run(self, count: int) -> tuple[list[Any], list[float]]:
+        """So many steps; gives marks of their ends on the subject's clock, and what each took beside waiting for it.
 
         Raises:
             RuntimeError: what a step computed is no number.
         """
-        runner, ends = self.subject.runner, []
+        runner, ends, host = self.subject.runner, [], list[float]()
         depth = 1 if runner.overlaps else 0
         under_way: deque[Ticket] = deque()
+        runner.take_seconds()
         for _ in range(count):
+            began = time.perf_counter()
             under_way.append(runner.launch(self._first))
             self._first = self._next
             ends.append(self.subject.clock.mark())
             if len(under_way) > depth:
                 _check(runner.collect(under_way.popleft()))
+            host.append(time.perf_counter() - began - runner.take_seconds().get("wait", 0.0))
         for ticket in under_way:
             _check(runner.collect(ticket))
-        return ends
+        return ends, host
 
     def bytes_and_operations(self) -> tuple[int, int]:
         """What a step cannot do without: bytes of weights and cache read, arithmetic operations."""

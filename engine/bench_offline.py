@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache
 from engine.scheduler import Scheduler
 from engine.sequence import SamplingParams, Sequence
+from engine.stepper import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from engine.batch import ScheduledBatch, StepUpdate
     from engine.config import Limits
-    from engine.stepper import Runner, Ticket
+    from engine.stepper import Ticket
+
+
+class Measured(Runner, Protocol):
+    """What is asked of a runner beside steps."""
+
+    model: Any
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token takes in the cache."""
+        ...
+
+    def take_seconds(self) -> dict[str, float]:
+        """Where the time of steps went, on this side; `wait` is for the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of many durations, in seconds: the median, the 99th percentile by rank, and the longest."""
+
+    p50: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, durations: Iterable[float]) -> Spread:
+        """Of one or more."""
+        ranked = sorted(durations)
+        return cls(median(ranked), ranked[math.ceil(0.99 * len(ranked)) - 1], ranked[-1])
 
 
 class Crowd(NamedTuple):
@@ -74,7 +107,7 @@ class Pool(NamedTuple):
 
 
 def run_crowd(
-    runner: Runner, pool: Pool, limits: Limits, sequences: list[Sequence], report: Callable[[int, int], object]
+    runner: Measured, pool: Pool, limits: Limits, sequences: list[Sequence], report: Callable[[int, int], object]
 ) -> dict[str, Any]:
     """Answer all; where the runner overlaps, each step is planned and launched before the one before it is read.
 
@@ -83,7 +116,8 @@ def run_crowd(
 
     Returns:
         Tokens, seconds, tokens a second, `steps`, `preemptions`, and what a step took beside waiting for the device:
-        `planning_seconds` in the scheduler, where it is applied, too, and `launch_seconds` in the runner; medians.
+        `planning_seconds` in the scheduler, where it is applied, too, and `launch_seconds` in the runner, medians; and
+        all of it and reading as a `Spread`, `host_seconds`.
 
     Raises:
         ValueError: a sequence cannot fit.
@@ -123,19 +157,21 @@ def run_crowd(
         "budget": limits.max_num_batched_tokens,
         "planning_seconds": median(line.planning) + median(line.applying),
         "launch_seconds": median(line.launching) if runner.overlaps else None,
+        "host_seconds": asdict(Spread.of(line.host_seconds())) if runner.overlaps else None,
     }
 
 
 class _Line:
     """The steps that are launched and not read yet: one, or two where they overlap."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Measured) -> None:
         self._scheduler, self._runner = scheduler, runner
         self._depth = 2 if runner.overlaps else 1
         self._planned_last = True
         self.under_way: deque[tuple[ScheduledBatch, Ticket]] = deque()
         self.planning: list[float] = []
         self.launching: list[float] = []
+        self.reading: list[float] = []
         self.applying: list[float] = []
 
     @property
@@ -160,8 +196,15 @@ class _Line:
     def end_step(self) -> StepUpdate:
         """Read the oldest and apply it."""
         batch, ticket = self.under_way.popleft()
-        output = self._runner.collect(ticket)
         begin = time.perf_counter()
+        output = self._runner.collect(ticket)
+        read = time.perf_counter()
+        self.reading.append(read - begin - self._runner.take_seconds().get("wait", 0.0))
         update = self._scheduler.update(batch, output, 0.0)
-        self.applying.append(time.perf_counter() - begin)
+        self.applying.append(time.perf_counter() - read)
         return update
+
+    def host_seconds(self) -> list[float]:
+        """What each step took on this side."""
+        parts = (self.planning, self.launching, self.reading, self.applying)
+        return [sum(each) for each in zip(*parts, strict=True)]

@@ -1,4 +1,8 @@
-"""What goes to the device before a step, in one copy: the batch's columns, and what changes of the seats."""
+"""What goes to the device before a step, in one copy: the batch's columns, and what changes of the seats.
+
+All copies, and those of drawn tokens back, are on the stream of the kernels. They are of some kilobytes, and wanted in
+just this order: a stream of their own would have to be waited for at once, and hide nothing.
+"""
 
 from __future__ import annotations
 

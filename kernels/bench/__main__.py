@@ -6,76 +6,25 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels.bench.cases import choose
-from kernels.bench.timing import Rates, Timing, measure_rates, time_case
+from kernels.bench.running import check_all, run_on_device
+from kernels.bench.timing import Device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels.bench.cases import Case
 
-HEAD = "| kernel | shape | µs | MB | of the copy's rate | TFLOP/s | of the product's rate | torch's own, µs |"
-
-
-def row_of(case: Case, timing: Timing, rates: Rates) -> str:
-    """A case in a table of Markdown."""
-    read, done = timing.num_bytes / timing.seconds, timing.flops / timing.seconds
-    arithmetic = (f"{done / 1e12:.1f}", f"{done / rates.multiply:.0%}") if timing.flops else ("", "")
-    rival = f"{timing.rival_seconds * 1e6:.1f}" if timing.rival_seconds else ""
-    figures = (
-        f"{timing.seconds * 1e6:.1f}",
-        f"{timing.num_bytes / 1e6:.1f}",
-        f"{read / rates.copy:.0%}",
-        *arithmetic,
-        rival,
-    )
-    return f"| {case.kernel} | {case.shape} | {' | '.join(figures)} |"
-
-
-def run_on_device(cases: Sequence[Case], device: torch.device) -> tuple[dict[str, object], int]:
-    """Print a table of the cases as they are done; gives all figures, and how many were wrong or failed."""
-    import triton
-
-    properties = torch.cuda.get_device_properties(device)
-    versions = f"torch {torch.__version__}, triton {triton.__version__}"
-    print(f"{properties.name}, {properties.multi_processor_count} multiprocessors, {versions}")
-    rates = measure_rates(device)
-    print(f"copy {rates.copy / 1e12:.2f} TB/s, bf16 product {rates.multiply / 1e12:.0f} TFLOP/s\n\n{HEAD}")
-    print("|---|---|---|---|---|---|---|---|")
-    rows, wrong = [], 0
-    arch = 10 * properties.major + properties.minor
-    for case in cases:
-        if torch.version.hip is None and arch < case.least_arch:
-            continue
-        try:
-            timing = time_case(case, device)
-        except Exception as error:  # whatever it is, the others are wanted too
-            wrong += 1
-            why = "WRONG" if isinstance(error, AssertionError) else type(error).__name__
-            print(f"| {case.kernel} | {case.shape} | {why}: {' '.join(str(error).split())} |", flush=True)
-            continue
-        finally:
-            torch.cuda.empty_cache()
-        print(row_of(case, timing, rates), flush=True)
-        rows.append({"kernel": case.kernel, "shape": case.shape, **asdict(timing)})
-    return {"device": properties.name, "versions": versions, "rates": asdict(rates), "rows": rows}, wrong
-
-
-def check_all(cases: Sequence[Case]) -> None:
-    """Check them on the CPU; says which kernels agree, in how many cases."""
-    agreed: dict[str, int] = {}
-    for case in cases:
-        print(f"{case.kernel}: {case.shape}", flush=True)
-        case.make(torch.device("cpu")).check()
-        agreed[case.kernel] = agreed.get(case.kernel, 0) + 1
-    for kernel, count in agreed.items():
-        print(f"{kernel}: {count} cases agree")
+def write_figures(path: Path, figures: dict[str, Any]) -> None:
+    """Beside the file first: what is cut short leaves the figures before it."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def interpret(arguments: Sequence[str]) -> int:
@@ -92,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, metavar="N", help="only the first cases of each kernel")
     parser.add_argument("--interpret", action="store_true", help="check small cases in Triton's interpreter alone")
     parser.add_argument("--tune", action="store_true", help="time the attention with other cuts as well")
-    parser.add_argument("--json", type=Path, metavar="F", help="write all figures here")
+    parser.add_argument("--json", type=Path, metavar="F", help="write all figures here, anew behind each case")
     options = parser.parse_args(arguments)
     if options.interpret:
         try:
@@ -112,10 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from kernels.bench.registry import main_cases, tuning_cases
 
     cases = choose(main_cases(), options.kernel, options.first) + (tuning_cases() if options.tune else [])
-    figures, wrong = run_on_device(cases, torch.device("cuda", torch.cuda.current_device()))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    return 1 if wrong else 0
+    keep = partial(write_figures, options.json) if options.json else lambda _figures: None
+    device = Device(torch.device("cuda", torch.cuda.current_device()))
+    return 1 if run_on_device(cases, device, keep) else 0
 
 
 if __name__ == "__main__":

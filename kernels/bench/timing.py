@@ -86,18 +86,57 @@ def measure_rates(device: torch.device) -> Rates:
     return Rates(2 * source.nbytes / copied, 2 * 8192**3 / multiplied)
 
 
-def time_case(case: Case, device: torch.device) -> Timing:
+class Device:
+    """A GPU that cases are timed on; in tests a made up one stands in its place.
+
+    Args:
+        torch_device: where operands are made; the current one.
+    """
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def describe(self) -> str:
+        """Its name and size, and the versions of what computes."""
+        import triton
+
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        versions = f"torch {torch.__version__}, triton {triton.__version__}"
+        return f"{properties.name}, {properties.multi_processor_count} multiprocessors, {versions}"
+
+    def has_what_it_takes(self, case: Case) -> bool:
+        """Whether it is of the case's architecture or a later one; of AMD's everything is asked."""
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        return torch.version.hip is not None or 10 * major + minor >= case.least_arch
+
+    def cache_bytes(self) -> int:
+        """Of its second-level cache."""
+        return int(torch.cuda.get_device_properties(self.torch_device).L2_cache_size)
+
+    def time(self, launches: Sequence[Callable[[], object]]) -> float:
+        """As `time_launches`."""
+        return time_launches(launches)
+
+    def rates(self) -> Rates:
+        """As `measure_rates`."""
+        return measure_rates(self.torch_device)
+
+    def release(self) -> None:
+        """Give back memory that nothing lies in any more."""
+        torch.cuda.empty_cache()
+
+
+def time_case(case: Case, device: Device) -> Timing:
     """Check it, then time it, on so many sets of operands that none is still in a cache when its turn comes.
 
     Raises:
         AssertionError: it is not what the plain version gives.
     """
-    first = case.make(device)
+    first = case.make(device.torch_device)
     first.check()
-    torch.cuda.empty_cache()  # of the plain version's large intermediate results
-    wanted = CACHE_TURNS * torch.cuda.get_device_properties(device).L2_cache_size
-    copies = min(MAX_COPIES, -(-wanted // max(1, first.num_bytes)))
-    works = [first, *(case.make(device) for _ in range(copies - 1))]
-    seconds = time_launches([work.run for work in works])
+    device.release()  # of the plain version's large intermediate results
+    copies = min(MAX_COPIES, -(-CACHE_TURNS * device.cache_bytes() // max(1, first.num_bytes)))
+    works = [first, *(case.make(device.torch_device) for _ in range(copies - 1))]
+    seconds = device.time([work.run for work in works])
     rivals = [work.rival for work in works if work.rival]
-    return Timing(seconds, time_launches(rivals) if rivals else None, first.num_bytes, first.flops)
+    return Timing(seconds, device.time(rivals) if rivals else None, first.num_bytes, first.flops)

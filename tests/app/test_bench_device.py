@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from app.bench_device import crowd_of, run_device_bench
-from engine.bench_offline import CROWDS, Crowd
+from app.bench_device import crowd_of, device_table, run_device_bench
+from engine.bench_device import measure_device
+from engine.bench_offline import CROWDS, Crowd, Spread
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.gpu.gpus import MIB, HostClock
@@ -57,6 +59,28 @@ def test_steps_and_a_crowd_of_requests_have_every_figure(tmp_path: Path) -> None
     assert workload["steps"] >= workload["output_tokens"] / 3
     assert lines[0].startswith("tiny shape, as Llama, random weights in float32 on cpu: ")
     assert lines[-2].startswith("3 requests, ")
+
+
+def test_of_durations_the_middle_the_end_and_the_longest_are_told() -> None:
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 3.0, 3.0)
+    assert Spread.of(map(float, range(200, 0, -1))) == Spread(100.5, 198.0, 200.0)
+
+
+def test_what_is_cut_short_leaves_the_rows_before_it() -> None:
+    kept: list[dict[str, Any]] = []
+
+    def keep(result: dict[str, Any]) -> None:
+        kept.append(deepcopy(result))
+        if len(kept) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_device(
+            CONFIG, shape="tiny", batches=(1, 2), contexts=(20, 30), seconds_per_row=0.0, crowd=None,
+            report=lambda *_: None, keep=keep,
+        )  # fmt: skip
+    assert [len(each["rows"]) for each in kept] == [1, 2, 3]
+    assert device_table(kept[1])[-1].split()[:2] == ["2", "20"]
 
 
 def test_rows_that_do_not_fit_are_left_out_and_told(tmp_path: Path) -> None:
@@ -157,10 +181,12 @@ def test_on_a_gpu_steps_overlap_and_what_the_host_does_is_told(tmp_path: Path) -
     [row] = result["rows"]
     # Of a model of 64 numbers a token the bytes decide: read at the rate of the copy.
     assert row["floor_seconds"] == pytest.approx(4 * (SHAPES["tiny"].num_products + 2 * 64 * 128) / 4e12)
-    assert row["host_seconds"] > 0
+    spread = row["host_seconds"]
+    assert 0 < spread["p50"] <= spread["p99"] <= spread["max"]
     workload = result["workload"]
     assert (workload["requests"], workload["seats"], workload["budget"]) == (3, 256, 8192)
     assert workload["launch_seconds"] > 0
+    assert {*workload["host_seconds"]} == {"p50", "p99", "max"}
     assert lines[1] == "it copies 4,000.0 GB/s, products at best 800.000 TFLOP/s"
 
 

@@ -21,6 +21,7 @@ from app.admin_recordings import recordings_blueprint
 from app.api import api_blueprint
 from app.api.anthropic import MESSAGES_URL
 from app.api.anthropic_answer import error_response
+from app.api.deadlines import DeadlineWatch
 from app.api.errors import ApiError, describe
 from app.api.places import take_place
 from app.api.requests import BODIES, BODY_TIMEOUT_SECONDS, Bodies
@@ -102,6 +103,7 @@ class Context:
         endings: tells the log, and traces and a recording where they are wanted, of each request that ended.
         recorder: makes recordings of lengths and times, and knows those that are kept.
         searches: looks for the limit of this server when an operator wants it.
+        deadlines: ends answers whose time is over.
         live: the only way to change the settings that move.
         effects: what came of such changes.
         services: what runs beside the server.
@@ -124,6 +126,7 @@ class Context:
     endings: Endings
     recorder: TrafficRecorder
     searches: LimitSearches
+    deadlines: DeadlineWatch = field(default_factory=DeadlineWatch)
     services: Services = field(default_factory=Services)
     started_at: int = field(default_factory=lambda: int(time.time()))
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)

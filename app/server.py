@@ -74,6 +74,7 @@ async def serve_engine(
             "keys": context.keys.run,
             "journal": context.journal.run,
             "refusals": context.refusals.run,
+            "deadlines": context.deadlines.run,
             "recorder": context.recorder.run,
             "limit_search": context.searches.run,
             "notices": partial(keep_notices, engine, context.journal, context.live),

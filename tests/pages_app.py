@@ -116,7 +116,13 @@ async def serve(state: str, port: int, clock: MockClock) -> None:
                 LimitSearches, kept=KeptSearches(folder / "limits"), command=write_script(script, whole_script())
             )
             context = make_context(settings, engine, Lifecycle(), keys, journal, None, recorder, make_searches)
-            for task in (Crowd(engine, state).run, context.telemetry.run, context.live.run, context.effects.run):
+            for task in (
+                Crowd(engine, state).run,
+                context.telemetry.run,
+                context.live.run,
+                context.effects.run,
+                context.deadlines.run,
+            ):
                 nursery.start_soon(task)
             await trio.sleep(WARM_SECONDS)
             if state == "stalled":

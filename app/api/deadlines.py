@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from app.api.bodies import GenerationBody
     from app.config_schema import ServerSection
     from engine.handle import GenerationRequest, Handle
+
+# So many answers are looked after before those that have ended are looked for.
+_FEW: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +60,48 @@ def deadlines_of(body: GenerationBody, server: ServerSection, arrived: float) ->
         )
     )
     return Deadlines(end, seat)
+
+
+class DeadlineWatch:
+    """Ends answers at their deadlines, whether somebody reads them or not.
+
+    Who reads an answer cannot do so: while the client takes nothing, its reader waits to hand on the last piece.
+    """
+
+    def __init__(self) -> None:
+        # A heap, the next one first; numbered, so that two of one moment can be told apart.
+        self._open: list[tuple[float, int, Deadlines, Sequence[Handle]]] = []
+        self._numbers = count()
+        self._sooner = trio.Event()
+        self._most = _FEW
+
+    def add(self, deadlines: Deadlines, handles: Sequence[Handle]) -> None:
+        """Look after the choices of one answer until they have ended. Never waits."""
+        if len(self._open) >= self._most:
+            self._open = [entry for entry in self._open if not _have_ended(entry[-1])]
+            heapify(self._open)
+            self._most = max(_FEW, 2 * len(self._open))
+        number = next(self._numbers)
+        heappush(self._open, (deadlines.next(handles), number, deadlines, handles))
+        if self._open[0][1] == number:
+            self._sooner.set()
+        self._enforce()  # it may be over already: to tokenize takes time, too
+
+    async def run(self) -> None:
+        """End what is due, for ever."""
+        while True:
+            self._sooner = trio.Event()
+            with trio.move_on_at(self._open[0][0] if self._open else math.inf):
+                await self._sooner.wait()
+            self._enforce()
+
+    def _enforce(self) -> None:
+        while self._open and self._open[0][0] <= trio.current_time():
+            _, number, deadlines, handles = heappop(self._open)
+            deadlines.enforce(handles)
+            if not _have_ended(handles):  # it has had its seat in time; the end is still to come
+                heappush(self._open, (deadlines.next(handles), number, deadlines, handles))
+
+
+def _have_ended(handles: Sequence[Handle]) -> bool:
+    return all([handle.outbox.last is not None for handle in handles])

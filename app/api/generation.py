@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -33,7 +32,6 @@ from engine.sequence import FinishReason
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
-    from app.api.deadlines import Deadlines
     from app.api.planning import Plan, Planner
     from app.http import Context
     from engine.outbox import Delta
@@ -49,26 +47,12 @@ class Generation:
     """A generation that was submitted.
 
     Attributes:
-        deadlines: past one of them it is ended.
         retry_after: when to come back who found no seat, in whole seconds.
     """
 
     plan: Plan
     gathering: Gathering
-    deadlines: Deadlines
     retry_after: Callable[[], int]
-
-    async def read(
-        self, until: float = math.inf, at_once: Callable[[int], bool] | None = None
-    ) -> list[tuple[int, Delta]]:
-        """The next pieces by index of their choice, or none when `until` or a deadline has come.
-
-        Args:
-            at_once: see `Gathering.take`.
-        """
-        handles = self.gathering.handles
-        self.deadlines.enforce(handles)
-        return await self.gathering.take(min(until, self.deadlines.next(handles)), at_once)
 
 
 async def generate(context: Context, planner: Planner) -> Response:
@@ -93,7 +77,8 @@ def submit(context: Context, planned: Plan) -> Generation:
     # From here on the guard around the app ends it with the ASGI call, however that ends.
     handles = submit_choices(context.engine, planned, deadlines, context.endings.opening())
     retry_after = partial(context.engine.retry_after, background=planned.requests[0].background)
-    return Generation(planned, Gathering(handles), deadlines, retry_after)
+    context.deadlines.add(deadlines, handles)
+    return Generation(planned, Gathering(handles), retry_after)
 
 
 async def respond(generation: Generation) -> Response:
@@ -115,27 +100,13 @@ async def respond(generation: Generation) -> Response:
         content_type=sse.CONTENT_TYPE,
         headers=sse.HEADERS,
     )
-    # Quart would cut the stream after its own response timeout; the deadline above is the limit.
+    # Quart would cut the stream after its own response timeout; the answer has a deadline.
     response.timeout = None
     return response
 
 
 async def _accept(generation: Generation) -> None:
-    """Wait until every choice was looked at, or the answer was ended.
-
-    Raises:
-        RelevoError: one cannot be served.
-    """
-    handles, deadlines = generation.gathering.handles, generation.deadlines
-    while not any([handle.abort_cause for handle in handles]):
-        with trio.move_on_at(deadlines.next(handles)):
-            await _accepted(generation)
-            return
-        deadlines.enforce(handles)
-
-
-async def _accepted(generation: Generation) -> None:
-    """Wait until every choice was looked at.
+    """Wait until every choice was looked at, or ended.
 
     Raises:
         RelevoError: one cannot be served. Where the queue is full of this answer's own prompts, trying again would
@@ -156,7 +127,7 @@ async def _accepted(generation: Generation) -> None:
 async def _respond_whole(generation: Generation) -> Response:
     whole = Whole(generation.plan)
     while not whole.choices.all_ended:
-        for index, delta in await generation.read():
+        for index, delta in await generation.gathering.take():
             error = failure_of(delta, generation.retry_after)
             if error is not None:
                 raise error
@@ -208,7 +179,7 @@ class EventStream:
             at_once = None
             while not choices.all_ended:
                 data = b""
-                news = await generation.read(self._sent + HEARTBEAT_SECONDS, at_once)
+                news = await generation.gathering.take(self._sent + HEARTBEAT_SECONDS, at_once)
                 if self._error is not None:
                     raise self._error
                 for index, delta in news:

@@ -141,6 +141,7 @@ class _Chat:
             # From here on the guard around the app ends it with the ASGI call, however that ends.
             own[:] = submit_choices(context.engine, self._plan, self._deadlines, context.endings.opening())
             (self.handle,) = own
+            context.deadlines.add(self._deadlines, self._handles)
             self.opening = self._tagged(self._plan.envelope.opening([0]))
         except (RateLimitError, UnavailableError) as error:
             self.opening = self._fail(error)
@@ -166,15 +167,6 @@ class _Chat:
             data += envelope.finish(0, self._choices.ending(0, delta)) + envelope.closing(self._choices.usage())
             self._end()
         return self._tagged(data)
-
-    @property
-    def deadline(self) -> float:
-        """When `expire` has something to do, on trio's clock."""
-        return self._deadlines.next(self._handles)
-
-    def expire(self) -> None:
-        """Past its deadline it is ended."""
-        self._deadlines.enforce(self._handles)
 
     @property
     def _handles(self) -> list[Handle]:
@@ -223,13 +215,10 @@ async def _stream(chats: list[_Chat]) -> AsyncIterator[bytes]:
     gathering = Gathering([handle for _, handle in taken])
     yield b"".join([chat.opening for chat in chats])
     sent = trio.current_time()
-    while going := [chat for chat in chats if not chat.is_over]:
-        until = min(sent + HEARTBEAT_SECONDS, *[chat.deadline for chat in going])
-        data = b"".join([await taken[index][0].take(delta) for index, delta in await gathering.take(until)])
-        now = trio.current_time()
-        for chat in going:
-            chat.expire()
-        if data or now >= sent + HEARTBEAT_SECONDS:
+    while not all([chat.is_over for chat in chats]):
+        news = await gathering.take(sent + HEARTBEAT_SECONDS)
+        data = b"".join([await taken[index][0].take(delta) for index, delta in news])
+        if data or trio.current_time() >= sent + HEARTBEAT_SECONDS:
             yield data or sse.HEARTBEAT
             sent = trio.current_time()
     yield sse.DONE

@@ -115,6 +115,7 @@ async def open_server(
         )
         nursery.start_soon(context.live.run)
         nursery.start_soon(context.effects.run)
+        nursery.start_soon(context.deadlines.run)
         nursery.start_soon(context.keys.run)
         nursery.start_soon(context.searches.run)
         nursery.start_soon(context.recorder.run)
@@ -211,5 +212,6 @@ async def open_app(
         context = make_context(settings or make_settings(), engine, Lifecycle(), journal=journal)
         nursery.start_soon(context.live.run)
         nursery.start_soon(context.effects.run)
+        nursery.start_soon(context.deadlines.run)
         yield create_app(context), context
         nursery.cancel_scope.cancel()

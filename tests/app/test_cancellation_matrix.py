@@ -28,6 +28,7 @@ import trio.testing
 
 from app import lifecycle as lifecycle_module
 from app import server as app_server
+from app.api.many import MANY_URL
 from app.listening import open_listening_socket
 from engine import ingress
 from tests import fakes
@@ -243,12 +244,13 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def open_silent(
-    server: Server, protocol: str, *, stream: bool, num_tokens: int = 400, **fields: Any
+    server: Server, protocol: str, *, stream: bool, num_tokens: int = 400, path: str = CHAT, **fields: Any
 ) -> Http1Client:
     """A client that asks and then takes nothing."""
     connection = await connect(server.port, buffer_bytes=SMALL_BUFFER_BYTES)
     client = Http1Client(connection) if protocol == "http1" else Http2Client(connection, window=0)
-    await client.ask(chat_body(max_tokens=num_tokens, stream=stream, **LOUD, **fields), MINE)
+    body = chat_body(max_tokens=num_tokens, stream=stream, **LOUD, **fields)
+    await client.ask({"requests": [body]} if path == MANY_URL else body, MINE, path=path)
     return client
 
 
@@ -284,6 +286,21 @@ async def test_who_stops_reading_loses_seat_and_place(protocol: str, phase: str,
         else:
             await client.read_to_end()
         await client.stream.aclose()
+
+
+@pytest.mark.usefixtures("_small_buffers")
+@pytest.mark.parametrize("path", [CHAT, MANY_URL])
+@pytest.mark.parametrize("protocol", ["http1", "http2"])
+async def test_who_does_not_read_keeps_no_seat_beyond_the_deadline(protocol: str, path: str) -> None:
+    """Though the limits for those who stop reading are far, and the answer would have come to its end."""
+    settings = {"server": {"slow_client_seconds": LONG}}
+    async with open_scene(settings=settings, limits={"slow_client_seconds": LONG}) as server:
+        client = await open_silent(server, protocol, stream=True, path=path, timeout=200 * STEP_SECONDS)
+        await wait_for(lambda: line_of(server).get("output_tokens", 0) >= 1)
+        await wait_for(lambda: server.engine.num_open == 0)
+        assert server.engine.snapshot()["requests"]["aborted_by_cause_and_phase"] == {"timeout": {"decode": 1}}
+        await client.reset()
+        await wait_for_place(server)
 
 
 @pytest.mark.usefixtures("_small_buffers")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 import hypercorn.protocol
 import hypercorn.trio.run
 import trio
 from hypercorn.config import Config
-from hypercorn.events import Closed, RawData
+from hypercorn.events import Closed, RawData, Updated
 from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 
-from app.call_scope import UPLOAD, WRITE_NOW
+from app.api.errors import describe
+from app.call_scope import CROWDED, UPLOAD, WRITE_NOW
 from app.http1 import Http1, Over
 from app.http2 import Http2
+from app.room import Room, no_room
 from app.turnstile import Turnstile
 
 if TYPE_CHECKING:
@@ -38,14 +42,16 @@ class ConnectionConfig(Config):
         stall_seconds: a client that does not take one piece of an answer for so long has its connection closed, or on
             HTTP/2 its stream.
         connections: those that are open.
+        room: for how many there is room.
         turnstile: for the bytes of requests, and for the calls they become.
     """
 
     stall_seconds: float = 60.0
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room | None = None) -> None:
         super().__init__()
         self.connections: set[Connection] = set()
+        self.room = Room() if room is None else room
         self.turnstile = Turnstile()
 
 
@@ -60,6 +66,8 @@ class Connection(TCPServer):
 
     *It ends when its client has stopped reading.* Hypercorn's own would wait for ever, and with it the call, whose API
     key would be short of a place, and the end of the server.
+
+    *It leaves for another* (`Room`) where files run out and it has nothing to do. Nothing of hypercorn's does.
 
     *It takes its turn* with what comes in (`Turnstile`), before it is taken apart and again before it is answered.
 
@@ -76,6 +84,8 @@ class Connection(TCPServer):
         self._gone = trio.Event()
 
     async def _call(self, app: Any, scope: Any, *args: Any) -> None:
+        self.config.room.note(self, idle=False)
+        scope[CROWDED] = self.config.room.is_crowded(self)
         if scope["http_version"] == "1.1":
             scope[WRITE_NOW] = self.write_now
             scope[UPLOAD] = self.protocol.protocol
@@ -103,13 +113,25 @@ class Connection(TCPServer):
 
     async def run(self) -> None:
         """Serve the connection; whatever goes wrong with it, the server goes on."""
+        victim = self.config.room.enter(self)
+        if victim is self:
+            self._turn_away()
+            return
         self.config.connections.add(self)
         try:
+            if victim is not None:
+                await victim.cut()
             await super().run()
         except* Exception as errors:
             log.warning("a connection broke down", exc_info=errors)
         finally:
             self.config.connections.discard(self)
+            self.config.room.leave(self)
+
+    def _turn_away(self) -> None:
+        """Say what fits into the system's buffer; the connection is closed at once, and its file is free."""
+        with suppress(OSError):
+            os.write(self.stream.socket.fileno(), _turned_away())
 
     async def cut(self) -> None:
         """End it now, and whatever waits for its client."""
@@ -124,8 +146,13 @@ class Connection(TCPServer):
             if isinstance(event, RawData):
                 await self._send(event.data)
             elif isinstance(event, Over):
+                self.config.room.note(self, idle=True)
                 await self._hear_rest()
             else:
+                if isinstance(event, Updated):
+                    self.config.room.note(self, idle=event.idle)
+                elif isinstance(event, Closed):  # its client knows before the last of its tasks has ended
+                    self.config.room.leave(self)
                 await super().protocol_send(event)
         except trio.BusyResourceError:
             await self.protocol.handle(Closed())
@@ -178,6 +205,15 @@ class Connection(TCPServer):
     async def _idle_timeout(self) -> None:
         if not self._gone.is_set():  # the end of an answer may start it again
             await super()._idle_timeout()
+
+
+def _turned_away() -> bytes:
+    """What who finds no place is told, without having been heard."""
+    answer = describe(no_room())
+    body = json.dumps(answer.body)
+    fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close", **answer.headers}
+    head = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
+    return f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\n{head}\r\n{body}".encode()
 
 
 def use_connections() -> None:

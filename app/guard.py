@@ -12,7 +12,7 @@ import trio
 from werkzeug.exceptions import HTTPException
 
 from app.api.errors import ApiError, describe
-from app.call_scope import HANDLES, PERMITS, UPLOAD
+from app.call_scope import CROWDED, HANDLES, PERMITS, UPLOAD
 from app.request_id import HEADER, choose_request_id
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class Guard:
     *What is refused is read to its end*, for a moment, and thrown away: a client in the middle of its upload reads the
     refusal only when it has sent everything, and its next request would follow on the same connection. Where the body
     does not come to its end, `Connection: close` says that there will be no next one. A body that is too large to be
-    read, and one that its client has not begun to send (`Expect: 100-continue`), are not waited for at all.
+    read, and one that its client has not begun to send (`Expect: 100-continue`), are not waited for at all. Who has one
+    of the last places (`Room`) has it for one answer.
 
     *Connections close.* At the end of an answer the server tells the application that the client is gone, which cancels
     the very task that is about to close the connection. The last message is therefore sent under a shield. Without it
@@ -66,7 +67,8 @@ class Guard:
         scope[PERMITS] = permits
         body_read = trio.Event()
         # HTTP/2 ends the one stream, and the connection goes on.
-        sender = _Sender(send, body_read if scope["http_version"].startswith("1") else None, scope.get(UPLOAD))
+        one_way = scope["http_version"].startswith("1")
+        sender = _Sender(send, body_read if one_way else None, scope.get(UPLOAD), is_last=scope.get(CROWDED, False))
 
         async def receive_body() -> Any:
             message = await receive()
@@ -119,14 +121,21 @@ class _Sender:
     Args:
         body_read: set when it was; `None` where nothing has to wait for that.
         upload: knows whether the client waits with its body; `None` where nobody does.
+        is_last: on HTTP/1.1 the connection ends with this answer in any case.
     """
 
     def __init__(
-        self, send: Callable[[Any], Awaitable[None]], body_read: trio.Event | None, upload: Http1 | None
+        self,
+        send: Callable[[Any], Awaitable[None]],
+        body_read: trio.Event | None,
+        upload: Http1 | None,
+        *,
+        is_last: bool,
     ) -> None:
         self._send = send
         self._body_read = body_read
         self._upload = upload
+        self._is_last = is_last
         self.started = False
         self.ended = False
 
@@ -145,7 +154,7 @@ class _Sender:
         if status not in HOPELESS and not (self._upload is not None and self._upload.holds_body_back):
             with trio.move_on_after(LINGER_SECONDS):
                 await self._body_read.wait()
-        return self._body_read.is_set()
+        return self._body_read.is_set() and not self._is_last
 
 
 async def _read_on(receive: Callable[[], Awaitable[Any]], over: trio.Event) -> None:

@@ -26,7 +26,7 @@ from app.api.errors import ApiError, describe
 from app.api.places import take_place
 from app.api.requests import BODIES, BODY_TIMEOUT_SECONDS, Bodies
 from app.assets import templates_dir
-from app.call_scope import HANDLES, PERMITS
+from app.call_scope import CROWDED, HANDLES, PERMITS
 from app.chat import chat_blueprint
 from app.cors import Cors
 from app.docs import docs_blueprint
@@ -44,6 +44,7 @@ from app.probes import probes_blueprint
 from app.render.templates import make_environment
 from app.request_id import HEADER, choose_request_id
 from app.request_pages import requests_blueprint, table_blueprint
+from app.room import Room, no_room
 from app.security import Area, Gate, area_of, is_cross_site, refuse_cross_site
 from app.services import Services
 from engine.errors import RelevoError
@@ -104,6 +105,7 @@ class Context:
         recorder: makes recordings of lengths and times, and knows those that are kept.
         searches: looks for the limit of this server when an operator wants it.
         deadlines: ends answers whose time is over.
+        room: for how many connections there is room.
         live: the only way to change the settings that move.
         effects: what came of such changes.
         services: what runs beside the server.
@@ -127,6 +129,7 @@ class Context:
     recorder: TrafficRecorder
     searches: LimitSearches
     deadlines: DeadlineWatch = field(default_factory=DeadlineWatch)
+    room: Room = field(default_factory=Room.of_process)
     services: Services = field(default_factory=Services)
     started_at: int = field(default_factory=lambda: int(time.time()))
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -193,6 +196,8 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
         if not cors.allows(request):
             refuse_cross_site(request)
         area = area_of(rule.rule)
+        if area is Area.API and request.scope.get(CROWDED):
+            raise no_room()
         try:
             g.who = gate.judge(request, area, may_use_cookie=not is_cross_site(request))
         except ApiError as error:

@@ -137,6 +137,7 @@ class _ServerCollector(Collector):
         self._errors = context.errors
         self._journal = context.journal
         self._services = context.services
+        self._room = context.room
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
@@ -155,6 +156,13 @@ class _ServerCollector(Collector):
         for name, count in self._services.num_faults.items():
             faults.add_metric([name], count)
         yield faults
+        text = "Connections that are open."
+        yield GaugeMetricFamily("relevo:open_connections", text, value=self._room.num_open)
+        text = "Connections closed for want of files: idle ones for others, and those that found no place."
+        closed = CounterMetricFamily("relevo:connections_closed", text, labels=["why"])
+        for why, number in self._room.num_closed.items():
+            closed.add_metric([why], number)
+        yield closed
         text = "Times that the history could not be written or was found damaged."
         yield CounterMetricFamily("relevo:history_write_failures", text, value=self._journal.num_failures)
         text = "Seconds of the history that were lost because they could not be written for too long."

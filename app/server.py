@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from app.config import Settings
+    from app.room import Room
     from app.tracing import Tracing
     from engine.engine import Engine
 
@@ -64,6 +65,7 @@ async def serve_engine(
     tune_interpreter()
     lifecycle = Lifecycle()
     context = make_context(settings, engine, lifecycle, keys, journal, tracing, recorder, make_searches)
+    tell_if_narrow(context.room, engine)
     drain_seconds = settings.server.drain_timeout_seconds
     async with trio.open_nursery() as nursery:
         nursery.start_soon(context.telemetry.run)
@@ -161,7 +163,7 @@ async def run_http(
     except OSError as error:
         raise cannot_listen(error, *listener.getsockname()[:2]) from None
     use_connections()
-    config = hypercorn_config(listener, stall_seconds=2 * context.settings.server.slow_client_seconds)
+    config = hypercorn_config(listener, context.room, stall_seconds=2 * context.settings.server.slow_client_seconds)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(cut_what_is_left, context.lifecycle, config)
         await serve_asgi(app, config, shutdown_trigger=context.lifecycle.stopped.wait, task_status=task_status)
@@ -180,13 +182,22 @@ async def cut_what_is_left(lifecycle: Lifecycle, config: ConnectionConfig) -> No
                 await connection.cut()
 
 
-def hypercorn_config(listener: socket.socket, *, stall_seconds: float) -> ConnectionConfig:
+def tell_if_narrow(room: Room, engine: Engine) -> None:
+    """Say that there are seats, or places in the queue, which nobody can come to."""
+    limits = engine.limits
+    if room.most < limits.max_num_seqs + limits.max_waiting:
+        words = "there are files for %g connections (LimitNOFILE, ulimit -n), fewer than %d seats and %d who may wait"
+        log.warning(words, room.most, limits.max_num_seqs, limits.max_waiting)
+
+
+def hypercorn_config(listener: socket.socket, room: Room, *, stall_seconds: float) -> ConnectionConfig:
     """Hypercorn's settings. The socket is handed over: hypercorn owns a duplicate of it.
 
     Args:
+        room: for how many connections there is room.
         stall_seconds: longer than a slow reader may keep its seat, so that the seat is what it loses first.
     """
-    config = ConnectionConfig()
+    config = ConnectionConfig(room)
     config.stall_seconds = stall_seconds
     config.bind = [f"fd://{socket.dup(listener.fileno())}"]
     config.backlog = BACKLOG

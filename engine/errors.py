@@ -158,7 +158,7 @@ class QueueTimeoutError(UnavailableError):
 
 
 class BusyError(UnavailableError):
-    """So many bodies are being read that this one would be more than may be held."""
+    """So much is being read, or so many connections are open, that this one would be more than may be held."""
 
     code = "busy"
 

@@ -14,6 +14,7 @@ from app.interpreter import nothing_collected
 from app.key_store import has_keys
 from app.lifecycle import ending_at_once
 from app.listening import open_listening_socket
+from app.open_files import raise_open_files
 from app.parent import end_with_input
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     name, settings = settings.model.name, with_model(settings)
     # The address is bound again when it is needed; here it only has to be free.
     open_listening_socket(settings.server.host, settings.server.port).close()
+    raise_open_files()
     with ending_at_once(), nothing_collected():
         if options.end_with_input:
             end_with_input()

@@ -13,7 +13,6 @@ import asyncio
 import gc
 import json
 import os
-import resource
 import socket
 import ssl
 import sys
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from app.limit.exchange import NOT_FINISHED, STOPPED, UNREADABLE, Answer, Exchange, has_text, read_whole
+from app.open_files import raise_open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -263,13 +263,6 @@ def _go_first() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, -15)
 
 
-def _raise_open_files() -> None:
-    """Each connection is a file; take as many as this process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 async def _serve() -> None:
     def say(line: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(line) + "\n")
@@ -289,7 +282,7 @@ async def _serve() -> None:
 def main() -> None:
     """Run the job of the standard input."""
     _go_first()
-    _raise_open_files()
+    raise_open_files()
     gc.disable()  # a pause would be blamed on the server
     with suppress(asyncio.CancelledError, BrokenPipeError):
         asyncio.run(_serve())

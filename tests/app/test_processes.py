@@ -30,13 +30,25 @@ ROOT = Path(__file__).resolve().parents[2]
 class Process:
     """A server in a process of its own, ready to be asked.
 
+    Args:
+        around: a command that becomes the server.
+
     Attributes:
         lines: of its log.
     """
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, around: tuple[str, ...] = ()) -> None:
         self.broken = folder / "broken"
-        command = [sys.executable, "-m", "tests.serve_command", str(self.broken), "--state-dir", str(folder), *flags]
+        command = [
+            *around,
+            sys.executable,
+            "-m",
+            "tests.serve_command",
+            str(self.broken),
+            "--state-dir",
+            str(folder),
+            *flags,
+        ]
         self.popen = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         assert self.popen.stderr is not None
         self.lines: list[dict[str, Any]] = []

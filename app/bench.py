@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from app.cli.progress import Progress
-from app.files import write_whole
+from app.files import write_json
 from engine.bench import measure_speed
 from engine.bench_live import measure_engine_part
 from engine.cost_model import CostModel
@@ -71,7 +70,7 @@ def run_bench(
     for line in table_of(result):
         echo(line)
     if json_path is not None:
-        write_whole(json_path, json.dumps(result, indent=2) + "\n")
+        write_json(json_path, result)
     return 0
 
 

@@ -295,8 +295,8 @@ def _advice_on_answers(snapshot: Mapping[str, Any], met: Mapping[str, Any], most
 
 
 def _crowd(snapshot: Mapping[str, Any], most_seats: int) -> Iterator[Finding]:
-    """A queue longer than the table: whoever comes now waits for more than one whole turn."""
-    waiting, seats = snapshot["requests"]["waiting"], snapshot["config"]["max_num_seqs"]
+    """A queue longer than the table: whoever comes now waits for more than a whole turn. Background work is to wait."""
+    waiting, seats = snapshot["requests"]["by_class"]["interactive"]["waiting"], snapshot["config"]["max_num_seqs"]
     if waiting > seats:
         advice = _advice_on_waiting(snapshot, snapshot, most_seats)
         what = f"The queue is long: {numbers.count(waiting)} wait, and there are {numbers.plural(seats, 'seat')}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from app.compare.page import page_of
 from app.compare.rounds import compare_on, config_for
 from app.compare.summary import Setting, summarize
 from app.compare.words import lines_of
-from app.files import write_whole
+from app.files import write_json, write_whole
 from engine.engine import open_engine
 from engine.scripted_runner import ScriptedRunner
 
@@ -118,7 +117,7 @@ def run_compare(
     for line in ["", *lines_of(result)]:
         echo(line)
     if json_path is not None:
-        write_whole(json_path, json.dumps(result, indent=2) + "\n")
+        write_json(json_path, result)
     if html_path is not None:
         write_whole(html_path, page_of(result, compared.runs))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from app.limit.words import per_second
+from app.limit.words import interval_words
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ SAME: Final = ("targets", "classes", "workload")
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """What an earlier `relevo limit --json` wrote.
+    """What an earlier `relevo limit --json` wrote, or a search from the dashboard has found.
 
     Raises:
         ConfigError: the file cannot be read, or is something else.
@@ -28,8 +28,10 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (ValueError, RecursionError):
         found = None
+    if isinstance(found, dict) and isinstance(found.get("result"), dict):
+        found = found["result"]  # a search from the dashboard, which has other things beside it
     if not isinstance(found, dict) or not {"limit", "curve", *SAME} <= found.keys():
-        raise ConfigError(f"{path} is no result of `relevo limit --json`.")
+        raise ConfigError(f"{path} is no result of `relevo limit --json`, nor a search of the dashboard with one.")
     return found
 
 
@@ -40,6 +42,10 @@ def against_lines(result: Mapping[str, Any], older: Mapping[str, Any]) -> list[s
         for name in SAME
         if _differ(name, result, older)
     ]
+    both = (("Now", result), ("Then", older))
+    simulated = [when for when, one in both if not one.get("machine")]
+    if len(simulated) == 1 and all("machine" in one for _, one in both):
+        lines.append(f"{simulated[0]} is of a machine in virtual time (--simulate), and the other was measured.")
     if "policies" not in result and "policies" not in older:
         return [*lines, _both(result["limit"], older["limit"])]
     now, then = _by_policy(result, older), _by_policy(older, result)
@@ -62,6 +68,8 @@ def _both(now: Mapping[str, Any] | None, then: Mapping[str, Any] | None) -> str:
     if now is None or then is None:
         return f"Then: {_words(then)}. Now: {_words(now)}."
     ratio = now["requests_per_second"] / then["requests_per_second"]
+    if now["is_at_least"] or then["is_at_least"]:
+        return f"Then: {_words(then)}. Now: {_words(now)}."
     apart = now["low"] > then["high"] or now["high"] < then["low"]
     verdict = "" if apart else "; the intervals overlap, so this may be chance"
     return f"Then: {_words(then)}. Now: {_words(now)}. That is {ratio:.2f} times{verdict}."
@@ -74,5 +82,4 @@ def _differ(name: str, result: Mapping[str, Any], older: Mapping[str, Any]) -> b
 def _words(limit: Mapping[str, Any] | None) -> str:
     if limit is None:
         return "no limit"
-    estimate, low, high = (per_second(limit[name]) for name in ("requests_per_second", "low", "high"))
-    return f"{estimate} requests/s ({low} to {high})"
+    return ("at least " if limit["is_at_least"] else "") + interval_words(limit)

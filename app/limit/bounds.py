@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+# Where no rate was lost.
+NOT_REACHED: Final = "unknown: every rate that was tried held"
 # By `bound_by` of a limit.
 BOUNDS: Final = {
+    NOT_REACHED: "The limit lies above every rate that was tried: more time, or another attempt, tries higher ones.",
     "sequences": "Nearly all seats (max_num_seqs) were taken, and whoever came waited for one. More seats serve more "
     "at once, each a little slower: raise them while the gaps between tokens stay within their promise.",
     "KV memory": "The memory for prompts and answers was full, so that requests waited for it or lost their seat. Give "

@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from app.cli.progress import Progress
-from app.compare.load import FACTORS
 from app.compare.options import check_writable
 from app.limit.against import read_result
 from app.limit.asking import one_line
+from app.limit.division import choose_division, division_words
 from app.limit.endpoint import EndpointError
 from app.limit.interrupted import Interrupted, code_of, ended_like_a_key, number_of, uninterrupted, words_of
 from app.limit.load import check_lengths
@@ -55,6 +55,8 @@ SENT_PER_COUNTED: Final = 1.3
 MIN_REQUESTS, WANTED_REQUESTS, MAX_REQUESTS = 50, 300, 1000
 # Beside a run's own length: starting the process, waiting for the last answers.
 RUN_SECONDS: Final = 4.0
+# Before a server is taken for dead.
+PROBES, PROBE_PAUSE_SECONDS = 3, 1.0
 # Of what is shown: its reader has left, its terminal is closed.
 GONE: Final = (errno.EPIPE, errno.EIO)
 
@@ -111,7 +113,7 @@ class Looking:
         self._began = time.monotonic()
         self._runs: list[Run] = []
         self._settings: Mapping[str, Any] | None = None
-        self._gone, self._num_others, self._was_short = "", 0, False
+        self._gone, self._divided, self._num_others, self._was_short = "", "", 0, False
 
     def find(self) -> Outcome:
         """Measure one user, the capacity, and then rates.
@@ -173,8 +175,11 @@ class Looking:
 
     def _run(self, measure: HttpMeasure, rate: float, seed: int) -> Run:
         run = measure(rate, seed)
-        self._runs.append(run)
-        self._watch.ran("rate", run)
+        if any(seen.error for seen in run.seen):
+            self._gone = self._gone or self._what_ended_it()
+        if not self._gone:  # else its errors say nothing of the rate
+            self._runs.append(run)
+            self._watch.ran("rate", run)
         return run
 
     def _measure(self, factor: float, num_counted: int) -> HttpMeasure:
@@ -222,28 +227,41 @@ class Looking:
         raise EndpointError(f"{said}; give {longer}a larger --factor.")
 
     def _what_ended_it(self) -> str:
-        """That the server serves no more, a sentence without its full stop; empty where it does."""
-        status, said = self._endpoint.get("/v1/models", self._endpoint.keys)
+        """That the server serves no more, a sentence without its full stop; empty where it does.
+
+        It is asked several times: one that is only busy with what a run has left answers in the end.
+        """
+        status, said = 0, ""
+        for attempt in range(PROBES):
+            if attempt:
+                time.sleep(PROBE_PAUSE_SECONDS)
+            status, said = self._endpoint.get("/v1/models", self._endpoint.keys)
+            if status and status < 500:
+                return ""
         if not status:
             return f"The server died, or cannot be reached any more ({one_line(said)})"
-        return f"The server serves no more (HTTP {status})" if status >= 500 else ""
+        return f"The server serves no more (HTTP {status})"
 
     def _choose(self, first: float, capacity: float) -> tuple[float, int]:
         """The factor and the number of requests of a run, where they were not given.
 
-        The least factor that leaves enough requests in the time; shorter requests are taken to be served as much more
-        often as they are shorter.
+        Shorter requests are taken to be served as much more often as they are shorter.
         """
-        options = self._options
+        options, runs = self._options, self._num_runs
         left = options.duration - (time.monotonic() - self._began) - SINGLE_SHARE * options.duration
+        rate = FIRST_SHARE * capacity / first  # that a search begins with, for each unit of the factor
 
         def fitting(factor: float) -> int:
-            seconds = left / self._num_runs - RUN_SECONDS
-            return int(seconds * FIRST_SHARE * capacity * factor / first / SENT_PER_COUNTED)
+            return int((left / runs - RUN_SECONDS) * rate * factor / SENT_PER_COUNTED)
 
-        least = self._source.least_factor()
-        factors = [options.factor] if options.factor else sorted({least, *(one for one in FACTORS if one > least)})
-        factor = next((one for one in factors if fitting(one) >= (options.requests or WANTED_REQUESTS)), factors[-1])
+        factor, wanted = options.factor, options.requests or WANTED_REQUESTS
+        if factor is None:
+            factor = choose_division(self._source, wanted, min(wanted, MIN_REQUESTS), fitting)
+            least = self._source.least_factor()
+            if factor > least:
+                seconds = runs * (SENT_PER_COUNTED * wanted / (rate * least) + RUN_SECONDS)
+                whole = math.ceil(seconds / (1 - SINGLE_SHARE - CLOSED_SHARE)) * options.num_shares
+                self._divided = division_words(self._source, factor, whole)
         return factor, options.requests or min(max(fitting(factor), MIN_REQUESTS), MAX_REQUESTS)
 
     def _check_works(self, run: Run, streams: int) -> None:
@@ -266,7 +284,7 @@ class Looking:
         }
 
     def _remarks(self) -> list[str]:
-        remarks = []
+        remarks = [self._divided] if self._divided else []
         if self._num_others:
             others = numbers.plural(self._num_others, "request")
             remarks.append(f"The server had {others} of others when this began: the limit is of what they left.")
@@ -309,8 +327,8 @@ def run_limit(
         echo: takes the lines of the table; `None` where nobody reads it.
 
     Returns:
-        0, or 1 where there is no limit. Where the search was interrupted, the signal's code (`code_of`): then what was
-        measured until then is told, as unfinished.
+        0, or 1 where there is no limit or the search was cut short. Where it was interrupted, the signal's code
+        (`code_of`): then what was measured until then is told, as unfinished.
 
     Raises:
         RelevoError: what was asked for cannot be done.

@@ -31,6 +31,8 @@ STOPPED: Final = "stopped"
 NOT_STREAMED: Final = "the answer is not a stream of events"
 NO_USAGE: Final = "the stream held no usage"
 NO_TEXT: Final = "the stream held no text"
+# So many tokens may be of a character that is not complete, and have no text.
+MAX_SILENT_TOKENS: Final = 3
 TOO_LONG: Final = f"more than {MAX_BYTES >> 20} MiB came"
 # What bytes that are no response, or JSON that is no event, make of reading them.
 UNREADABLE: Final = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
@@ -197,7 +199,7 @@ def _what_is_missing(reader: EventReader, answer: Answer, *, done: bool) -> str:
         return "the stream ended without [DONE]" if reader.is_stream else NOT_STREAMED
     if not answer.output_tokens:
         return NO_USAGE
-    return "" if answer.sizes else NO_TEXT
+    return "" if answer.sizes or answer.output_tokens <= MAX_SILENT_TOKENS else NO_TEXT
 
 
 def read_whole(answer: Answer, pieces: Pieces) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from engine.errors import ConfigError
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 # Multiples of this lie as far apart on a ring as so many points can.
 GOLDEN: Final = (5**0.5 - 1) / 2
 NAMES_APART: Final = 1 << 40
+# Who speaks in files like ShareGPT's.
+ASKING: Final = ("human", "user")
+ANSWERING: Final = ("gpt", "chatgpt", "assistant")
 
 
 class Lengths(Protocol):
@@ -92,8 +96,9 @@ def _words(bounds: tuple[int, int]) -> str:
 def read_conversations(path: Path, count: Callable[[str], int], max_requests: int) -> Recorded:
     """The first question and answer of each conversation in a file like ShareGPT's, as lengths.
 
-    The file is a JSON list of objects whose `conversations` are turns with `from` and `value`. Conversations without
-    both are left out; nothing is known of when they were held, so they come a second apart.
+    The file is a JSON list of objects whose `conversations` are turns with `from` and `value`: one of `ASKING`, and one
+    of `ANSWERING` behind it. What comes before is left out, as are conversations without both; nothing is known of
+    when they were held, so they come a second apart.
 
     Args:
         count: tokens of a text.
@@ -119,8 +124,9 @@ def read_conversations(path: Path, count: Callable[[str], int], max_requests: in
 
 def _first_pair(entry: Any) -> tuple[str, str] | None:
     turns = entry.get("conversations") if isinstance(entry, dict) else None
-    texts = [turn.get("value") for turn in turns or () if isinstance(turn, dict)]
-    match texts:
-        case [str(question), str(answer), *_] if question and answer:
+    said = [(turn.get("from"), turn.get("value")) for turn in turns or () if isinstance(turn, dict)]
+    for (asks, question), (answers, answer) in pairwise(said):
+        is_pair = asks in ASKING and answers in ANSWERING
+        if is_pair and isinstance(question, str) and isinstance(answer, str) and question and answer:
             return question, answer
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from app.limit.lengths import Ranges
@@ -103,6 +104,14 @@ class Source:
         return choose_factor(
             replace(self, factor=1.0, max_model_len=None)._mixed(NUM_LOOKED_AT, 0)[0], self.max_model_len
         )
+
+    def with_factor(self, factor: float) -> Source:
+        """The same with lengths divided by another factor."""
+        return replace(self, factor=factor)
+
+    def mean_output_tokens(self) -> float:
+        """Of an answer."""
+        return fmean([item.num_output_tokens for item in self._mixed(NUM_LOOKED_AT, 0)[0].items])
 
     def num_cut(self) -> tuple[int, int]:
         """Of how many requests that were looked at how many are longer than the context."""

@@ -90,6 +90,11 @@ def make_source(options: Options) -> Source:
     """
     classes = _classes(options)
     if not any(given(one.targets) for one in classes):
+        if options.mix is not None and given(options.targets):  # so each class says that it has none
+            raise ConfigError(
+                f"No class of {options.mix} has a target, and without any there is no limit; give one of them a number "
+                "of seconds as ttft_p95_seconds, itl_p95_seconds or e2e_p95_seconds."
+            )
         raise ConfigError("Without a target there is no limit; give one of --ttft-p95, --itl-p95 and --e2e-p95.")
     targets, names = zip(*[(one.targets, one.name) for one in classes], strict=True)
     promise = Promise(targets, options.max_error_share, names)

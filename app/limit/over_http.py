@@ -99,7 +99,10 @@ class HttpMeasure:
         whole = [answer for answer in told.answers if not answer.error]
         usual = tokens_per_character(whole)
         seen = [
-            self._seen(answer, load.classes[index], end, usual)
+            replace(
+                self._seen(answer, load.classes[index], end, usual),
+                asked_tokens=load.workload.items[index].num_output_tokens,
+            )
             for index, answer in enumerate(told.answers)
             if first <= index < last and answer.sent
         ]
@@ -129,12 +132,14 @@ class HttpMeasure:
         kind = "" if kind == STOPPED else kind
         gaps = answer.token_gaps(usual) if answer.sizes else []
         is_whole = not answer.error
+        # An answer of a token or two may have no text; then its end is all there is to be seen.
+        first = answer.first if answer.sizes else answer.finished if is_whole else None
         watched = answer.finished if is_whole else answer.due + self.deadline if kind == NOT_FINISHED else end
         return Seen(
             due=answer.due,
             lag=max(0.0, answer.sent - answer.due),
             watched=watched - answer.due,
-            ttft=answer.first - answer.due if answer.sizes else None,
+            ttft=None if first is None else first - answer.due,
             e2e=answer.finished - answer.due if is_whole else None,
             prompt_tokens=answer.prompt_tokens,
             output_tokens=answer.output_tokens,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from app.limit.endpoint import EndpointError
 from app.limit.interrupted import Interrupted, number_of, words_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def find_under(names: Sequence[str], find: Find, options: Options, report: Repor
         find: looks under one policy; told its name, what is asked, and whom to report to.
 
     Raises:
+        EndpointError: the server fails under the first of them; under a later one that ends it.
         Interrupted: somebody ends it; with what was measured of each until then.
     """
     began = time.monotonic()
@@ -46,19 +48,27 @@ def find_under(names: Sequence[str], find: Find, options: Options, report: Repor
             counted = max([len(run.seen) for run in outcome.runs], default=None)
             options = replace(options, factor=outcome.source.factor, requests=options.requests or counted)
         return _together(found, began)
-    except KeyboardInterrupt as key:
-        if isinstance(key, Interrupted):
-            found[name] = key.outcome
+    except (KeyboardInterrupt, EndpointError) as end:
+        if isinstance(end, Interrupted):
+            found[name] = end.outcome
         if not found:
             raise
         missing = [one for one in names if one not in found]
-        why = words_of(key) + (f"; not measured: {', '.join(missing)}" if missing else "")
-        raise Interrupted(number_of(key), replace(_together(found, began), unfinished=why)) from None
+        why = words_of(end) if isinstance(end, KeyboardInterrupt) else f"{name}: {str(end).removesuffix('.')}"
+        why += f"; not measured: {', '.join(missing)}" if missing else ""
+        cut = replace(_together(found, began), unfinished=why)
+        if isinstance(end, EndpointError):
+            return cut
+        raise Interrupted(number_of(end), cut) from None
 
 
 def _together(found: Mapping[str, Outcome], began: float) -> Outcome:
-    main = MAIN if MAIN in found else [*found][-1]
-    return replace(found[main], policy=main, policies=found, seconds=time.monotonic() - began)
+    main, first = MAIN if MAIN in found else [*found][-1], next(iter(found.values()))
+    # What the first has settled on concerns all.
+    remarks = [*dict.fromkeys([*first.remarks, *found[main].remarks])]
+    cut = next((f"{name}: {one.unfinished}" for name, one in found.items() if one.unfinished), "")
+    seconds = time.monotonic() - began
+    return replace(found[main], policy=main, policies=found, seconds=seconds, remarks=remarks, unfinished=cut)
 
 
 def _tell(report: Reporter, name: str, began: float, options: Options, _gone: int, _planned: int, what: str) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # A search that is not out of time tries rates down to less than this share of the capacity.
 LOW_SHARE = 0.04
+# More of the tokens that were asked for are missing, not counting one an answer, which may be one that is not told.
+MISSING_SHARE = 0.03
 NAMES = {"ttft": "the first token", "itl": "the gaps between tokens", "e2e": "the whole answer"}
 
 
@@ -93,6 +95,7 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
     kinds = Counter(seen.error for run in runs for seen in run.seen if seen.error)
     if kinds:
         remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
+    remarks += _on_lengths(runs)
     remarks += remarks_on_others(result["curve"])
     late = [run for run in runs if not run.is_valid]
     if late:
@@ -125,6 +128,17 @@ def remarks_on_others(curve: Sequence[Mapping[str, Any]]) -> list[str]:
         f"The server gave {answers} to others during {during} runs, to users or to another search: the limit is of "
         "what they left."
     ]
+
+
+def _on_lengths(runs: Sequence[Run]) -> Iterator[str]:
+    """That answers were shorter than was asked for: the server ended them where the model would."""
+    whole = [seen for run in runs for seen in run.finished if seen.asked_tokens]
+    asked, came = (sum([getattr(seen, name) for seen in whole]) for name in ("asked_tokens", "output_tokens"))
+    if sum([max(0, seen.asked_tokens - seen.output_tokens - 1) for seen in whole]) > MISSING_SHARE * asked:
+        yield (
+            f"Answers had {numbers.percent(came / asked)} of the tokens that were asked for: the server ends them by "
+            "itself, whatever ignore_eos says, and the limit is of such answers."
+        )
 
 
 def _on_samples(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]:

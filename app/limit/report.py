@@ -56,7 +56,8 @@ def page_of(result: Mapping[str, Any], older: Mapping[str, Any] | None = None) -
         .render(
             css=Markup(css),  # noqa: S704 (our own files)
             model=result["server"].get("model") or "a server",
-            headline=limit_lines(result)[0],
+            # Of a policy that was measured to its end nothing is unfinished, whatever became of those after it.
+            headline=limit_lines(result["policies"][result["policy"]] if "policies" in result else result)[0],
             lead=_lead(result),
             tiles=tiles_of(result, thinks="with the time they think", priced="at the price of the machine"),
             bound=bound_words(result["limit"]["bound_by"]) if result["limit"] is not None else "",

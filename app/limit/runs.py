@@ -39,6 +39,7 @@ class Seen:
         ttft: to its first text; `None` if none came.
         e2e: to its end; `None` if it was not seen.
         gaps: seconds a token, of each gap; empty where they are not known one by one.
+        asked_tokens: that the answer was to have; 0 where that is not known.
         num_gaps, num_slow_gaps: all gaps, and those longer than the target of its class.
         error: the kind of it; empty where there was none.
         work_class: index of its class of work.
@@ -56,6 +57,7 @@ class Seen:
     gaps: Sequence[float] = field(default=(), repr=False)
     error: str = ""
     work_class: int = 0
+    asked_tokens: int = 0
 
     def is_good(self, targets: SloTargets) -> bool:
         """Whether it met every target that there is."""

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from app.compare.runs import percentile
+from app.limit.bounds import NOT_REACHED
 from app.limit.policies import ratios
 from app.limit.remarks import longer_words, mean_stay, remarks_on, why_not
 from app.limit.runs import WANTED_SAMPLES
@@ -157,7 +158,8 @@ def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, 
     below = [run for run in runs if run.is_valid and run.rate <= found.estimate * 1.0001]
     best = max(below, key=lambda run: (run.holds, run.rate))
     beyond = _beyond(best, runs)
-    bound = _bound(beyond or [best])
+    is_lost = beyond or any(run.is_valid and not run.holds for run in runs)
+    bound = _bound(beyond or [best]) if is_lost else NOT_REACHED
     known = figures(best)
     price, think = options.price_per_hour, options.think_time
     speed = known["output_tokens_per_second"]

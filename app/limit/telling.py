@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from app.compare.options import check_writable
-from app.files import write_whole
+from app.files import write_json, write_whole
 from app.limit.against import against_lines, read_result
 from app.limit.report import page_of
 from app.limit.tune_words import tune_lines
@@ -39,14 +38,14 @@ def tell(
         echo: takes the lines; `None` where nobody reads them.
 
     Returns:
-        The exit code: 0, or 1 where there is no limit.
+        The exit code: 0, or 1 where there is no limit, or the search did not come to its end.
 
     Raises:
         OSError: a file cannot be written, or `echo` raises it; all else is done all the same.
     """
     with ExitStack() as stack:  # from the last to the first, each of them whatever became of those before
         if json_path is not None:
-            stack.callback(lambda: write_whole(json_path, json.dumps(result, indent=2) + "\n"))
+            stack.callback(write_json, json_path, result)
         shown, then = plain_of(result), plain_of(older)
         tuned = tune_lines(shown["tune"]) if "tune" in shown else []
         lines = ["", *lines_of(shown), *tuned, *(against_lines(shown, then) if older is not None else [])]
@@ -56,7 +55,7 @@ def tell(
             for line in lines:
                 echo(line)
     best = result["tune"]["best"] if "tune" in result else result
-    return 0 if best["limit"] is not None else EXIT_FAILED
+    return EXIT_FAILED if best["limit"] is None or result.get("unfinished") else 0
 
 
 def tell_again(

@@ -1,6 +1,6 @@
 """Tuning from beginning to end: the limit of the settings that there are, better ones, and whether they are better.
 
-What measures is handed in (`tune_http`, `tune_simulated`), so nothing here knows a server.
+What measures is handed in (`tune_http`, `tune_simulated`); of a server nothing is known here but that it may fail.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from app.limit.endpoint import EndpointError
 from app.limit.interrupted import Ended, number_of, words_of
 from app.limit.search import search
 from app.limit.tune_candidates import Standing
@@ -141,6 +142,7 @@ def tune(
 
     Raises:
         CutTuning: somebody ends it.
+        EndpointError: the server fails before the present settings had a run; later, that ends it.
     """
     seen: list[tuple[Values, Run]] = []
 
@@ -160,14 +162,24 @@ def tune(
         found = None if climbed is present or climbed.is_lost else climbed
         done = _confirmed(watched, present, found, ascent, options, clock, tell)
         return replace(done, budgets=_budgets(watched, done, options.seed, clock, tell))
-    except KeyboardInterrupt as key:
+    except (KeyboardInterrupt, EndpointError) as end:
+        own = tuple([run for held, run in seen if held == values])
+        if isinstance(end, EndpointError) and not own:
+            raise
         if done is None:
-            own = tuple([run for held, run in seen if held == values])
-            verdict = Verdict(False, "the search was interrupted")
+            how = "interrupted" if isinstance(end, KeyboardInterrupt) else "ended before its time"
             done = Tuned(
-                controls, Standing(values, own), found, ascent.candidates, ascent.idle, is_cut=True, verdict=verdict
+                controls,
+                Standing(values, own),
+                found,
+                ascent.candidates,
+                ascent.idle,
+                is_cut=True,
+                verdict=Verdict(False, f"the search was {how}"),
             )
-        raise CutTuning(number_of(key), replace(done, unfinished=words_of(key))) from None
+        if isinstance(end, EndpointError):
+            return replace(done, unfinished=str(end).removesuffix("."))
+        raise CutTuning(number_of(end), replace(done, unfinished=words_of(end))) from None
 
 
 def _confirmed(

@@ -106,6 +106,7 @@ def find_tuned(
     looking = Looking(endpoint, source, options, report, watch, NUM_RUNS)
     ready: Prepared | None = None
     tuned: Tuned | None = None
+    number: int | None = None  # of the signal that has ended it
     applied = False
     try:
         with open_settings(HttpAdmin(endpoint), wish.names) as live:
@@ -116,12 +117,25 @@ def find_tuned(
             ready = looking.prepare()
             clock = Clock(options.duration, ready.seconds_of, ready.began)
             measure = LiveMeasure(live, endpoint, ready, clock, report, watch, beside_others=wish.while_serving)
-            tuned = tune(measure, controls, live.own, FIRST_SHARE * ready.capacity, options, clock, measure.tell)
-            if wish.apply and tuned.best is not tuned.present:
+            try:
+                tuned = tune(measure, controls, live.own, FIRST_SHARE * ready.capacity, options, clock, measure.tell)
+            except CutTuning as cut:
+                tuned, number = cut.tuned, cut.number
+                raise
+            if wish.apply and tuned.best is not tuned.present and not tuned.unfinished:
                 with uninterrupted():
                     live.apply(tuned.best.values)
                     applied = True
         return _outcome(looking, ready, tuned, wish, applied=applied)
+    except EndpointError as error:
+        if ready is None or tuned is None:
+            raise
+        # What it had could not be put back.
+        why = ". ".join(filter(None, [tuned.unfinished, str(error).removesuffix(".")]))
+        told = _outcome(looking, ready, replace(tuned, unfinished=why), wish, applied=applied)
+        if number is not None:
+            raise Interrupted(number, told) from None
+        return told
     except CutTuning as cut:
         assert ready is not None
         told = _outcome(looking, ready, cut.tuned, wish, applied=False)

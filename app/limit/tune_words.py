@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from app.limit.words import aligned, per_second
+from app.limit.words import aligned, interval_words, per_second
 from app.render import numbers
 
 if TYPE_CHECKING:
@@ -82,10 +82,7 @@ def came_of(one: Mapping[str, Any]) -> str:
 
 
 def _limit(limit: Mapping[str, float] | None) -> str:
-    if limit is None:
-        return "none"
-    estimate, low, high = (per_second(limit[name]) for name in ("requests_per_second", "low", "high"))
-    return f"{estimate} requests/s ({low} to {high})"
+    return "none" if limit is None else interval_words(limit)
 
 
 def _trade_off(trade_off: Mapping[str, Any]) -> list[str]:
@@ -120,7 +117,11 @@ def verdict_lines(tune: Mapping[str, Any]) -> list[str]:
     flags = " ".join(f"--{name.replace('_', '-')} {_flag(name, new)}" for name, (_, new) in best["changes"].items())
     if tune["applied"]:
         return [*lines, f"They hold now, until the server is started again; from then on with {flags}."]
-    return [*lines, f"They were not kept. From the next start on: {flags}; a server of --url keeps them with --apply."]
+    kept = " to the end" if tune.get("unfinished") else ""
+    return [
+        *lines,
+        f"They were not kept. From the next start on: {flags}; a server of --url keeps them with --apply{kept}.",
+    ]
 
 
 def _flag(name: str, value: Any) -> Any:

@@ -144,12 +144,15 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     if limit is None:
         return [f"No limit: {result['why']}"]
     least = "at least " if limit["is_at_least"] else ""
+    spread = spread_of(limit)
+    between = f" (between {spread[0]} and {spread[1]})" if spread else ""
     broken = f"; beyond it {broken_words(limit['broken_promise'])}" if limit["broken_promise"] else ""
     held = held_words(limit)
-    begin = "Until then the limit is" if result.get("unfinished") else "The limit is"
+    cut = result.get("unfinished")
+    begin = f"{cut}. Until then the limit is" if cut else "The limit is"
     lines = [
-        f"{begin} {least}{per_second(limit['requests_per_second'])} requests/s (between "
-        f"{per_second(limit['low'])} and {per_second(limit['high'])}){bound_clause(limit['bound_by'])}{broken}.",
+        f"{begin} {least}{per_second(limit['requests_per_second'])} requests/s{between}"
+        f"{bound_clause(limit['bound_by'])}{broken}.",
         *([f"{held[0].upper()}{held[1:]}; the limit is told from all runs together."] if held else []),
         f"Just below it: goodput {limit['goodput']:.2f} requests/s, "
         f"{numbers.rate(limit['output_tokens_per_second'])} tokens/s.",
@@ -159,6 +162,19 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     if limit["cost_per_million_output_tokens"] is not None:
         lines.append(f"A million output tokens cost {limit['cost_per_million_output_tokens']:.2f}.")
     return lines
+
+
+def spread_of(limit: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The ends of a limit's interval; `None` where they are the same, as where too little was tried for one."""
+    low, high = per_second(limit["low"]), per_second(limit["high"])
+    return None if low == high else (low, high)
+
+
+def interval_words(limit: Mapping[str, Any]) -> str:
+    """`7.45 requests/s (7.04 to 8.10)`."""
+    spread = spread_of(limit)
+    said = f"{per_second(limit['requests_per_second'])} requests/s"
+    return f"{said} ({spread[0]} to {spread[1]})" if spread else said
 
 
 def held_words(limit: Mapping[str, Any]) -> str:
@@ -223,12 +239,13 @@ def policy_rows(result: Mapping[str, Any]) -> list[list[str]]:
         if limit is None:
             rows.append([name, "none", *["-"] * 6, one["why"]])
             continue
+        spread = spread_of(limit)
         ratio = result["ratio"].get(f"{main}_over_{name}")
         rows.append(
             [
                 name,
                 ("at least " if limit["is_at_least"] else "") + per_second(limit["requests_per_second"]),
-                f"{per_second(limit['low'])} and {per_second(limit['high'])}",
+                f"{spread[0]} and {spread[1]}" if spread else "-",
                 "-" if limit["users"] is None else f"{limit['users']:.0f}",
                 f"{limit['requests_at_once']:.1f}",
                 per_second(limit["goodput"]),

@@ -11,7 +11,16 @@ from app.api.errors import ApiError
 from app.api.requests import FORM_TYPE, read_fields, read_json
 from app.limit_page.search import suggestion
 from app.limit_page.view import LimitView
-from app.limit_page.wish import MAX_FORM_BYTES, MIX, RECORDING, WORKLOADS, check_mix, parse_form, parse_wish
+from app.limit_page.wish import (
+    MAX_FORM_BYTES,
+    MIX,
+    RECORDING,
+    WORKLOADS,
+    WrongWishError,
+    check_mix,
+    parse_form,
+    parse_wish,
+)
 from app.pages import STREAM_HEADERS
 from app.render import limit
 from app.render.plain import plain_of
@@ -67,7 +76,9 @@ def limit_blueprint(context: Context) -> Blueprint:
         try:
             await page.start(parse_form(form, slo))
         except ApiError as error:
-            return await page.draw(error.status, form, {"field": error.param, "message": str(error)})
+            known = {error.param: str(error)} if error.param else {}
+            fields = error.fields if isinstance(error, WrongWishError) else known
+            return await page.draw(error.status, form, {"fields": fields, "message": str(error)})
         return redirect("/ops/limit", 303)
 
     @pages.post("/ops/limit/stop")

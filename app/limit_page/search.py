@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # How a search can end, and what pages call that.
 ENDS: Final = {
     "found": "found",
+    "cut": "cut short",
     "none": "no limit",
     "users": "users came",
     "stopped": "stopped",

@@ -263,7 +263,10 @@ class LimitSearches:
     def _outcome(self, search: Search, code: int, said: str) -> tuple[str, str]:
         """How it ended and why. A result that came all the same goes before what was asked of it."""
         if search.result is not None:
-            return ("found", "") if search.limit is not None else ("none", str(search.result["why"]))
+            if search.limit is None:
+                return "none", str(search.result["why"])
+            cut = search.result.get("unfinished")
+            return ("cut", f"{cut}.") if cut else ("found", "")
         if self._end[0]:
             return self._end
         return "failed", said or f"The process that looks ended with {code}."

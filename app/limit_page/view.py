@@ -114,7 +114,7 @@ class LimitView:
         typed = {name: _as_typed(asked.get(name, now)) for name, now in self._typed().items()}
         variables, error = self._ask_variables(), None
         if typed["workload"] not in dict(variables["workloads"]):
-            error = {"field": "workload", "message": f"{typed['workload']} is not there any more; choose another."}
+            error = {"fields": {"workload": f"{typed['workload']} is not there any more; choose another."}}
         return self._templates["ask"].render(variables | {"typed": typed, "error": error})
 
     async def stream(self, busy: bool, closed: trio.Event) -> AsyncGenerator[bytes, None]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from pydantic_core import ErrorDetails
+
     from engine.config import SloTargets
 
 # `relevo limit --workload`; the other two are `mix` and a recording's name behind this word.
@@ -31,6 +33,7 @@ SWITCHES: Final = ("beside_users", "tune")
 LEAST_SECONDS, MOST_SECONDS = 30, 7200
 DEFAULT_SECONDS, TUNE_SECONDS = 480.0, 1800.0
 MAX_NOTE, MAX_MIX = 200, 10_000
+MAX_TOLD: Final = 8  # of what is wrong with one wish
 # Each letter of a mix may be sent as twelve, and there are other fields beside it.
 MAX_FORM_BYTES: Final = 12 * MAX_MIX + (1 << 14)
 
@@ -49,6 +52,21 @@ TAKES: Final = {
     **dict.fromkeys(SWITCHES, "true or false"),
     "note": f"a text of at most {MAX_NOTE} characters",
 }
+
+
+class WrongWishError(ApiError):
+    """A wish that cannot be.
+
+    Args:
+        wrong: by field, what is wrong with it, as the end of a sentence.
+
+    Attributes:
+        fields: the same as whole sentences.
+    """
+
+    def __init__(self, wrong: Mapping[str, str]) -> None:
+        self.fields = {name: f"'{name}' {message}" for name, message in wrong.items()}
+        super().__init__(422, " ".join(self.fields.values()), param=next(iter(wrong)), code="invalid_value")
 
 
 class Wish(BaseModel):
@@ -123,18 +141,18 @@ def parse_wish(data: Mapping[str, Any], slo: SloTargets) -> Wish:
     try:
         wish = Wish.model_validate(asdict(slo) | present)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = str(first["loc"][0])
-        if first["type"] == "extra_forbidden":
-            raise _wrong(param, f"is unknown; there are {', '.join(Wish.model_fields)}.") from None
-        raise _wrong(param, f"must be {TAKES[param]}.") from None
+        found = error.errors(include_url=False)[:MAX_TOLD]
+        wrong = {str(one["loc"][0]): _what_is_wrong(one) for one in found}
+        raise WrongWishError(wrong) from None
     if wish.workload not in (*WORKLOADS, MIX) and wish.recording is None:
         known = ", ".join((*WORKLOADS, MIX))
         raise _wrong("workload", f"must be one of {known}, or {RECORDING} and the name of a recording.")
     if not wish.note.isprintable():
         raise _wrong("note", "has characters that cannot be shown.")
-    if (wish.workload == MIX) != bool(wish.mix and wish.mix.strip()):
-        raise _wrong("mix", f"is the TOML of classes of work, for the workload '{MIX}' and no other.")
+    if wish.workload == MIX and not (wish.mix and wish.mix.strip()):
+        raise _wrong("mix", f"is missing: the workload '{MIX}' needs the TOML of its classes of work.")
+    if wish.workload != MIX and wish.mix is not None:
+        raise _wrong("mix", f"is for the workload '{MIX}' alone; choose that, or leave it out.")
     if wish.mix is None and not any(getattr(wish, name) for name in TARGETS):
         raise _wrong("ttft_p95_seconds", "is missing like all targets: without any there is no limit.")
     return wish
@@ -171,8 +189,15 @@ def check_mix(wish: Wish, slo: SloTargets) -> None:
         raise _wrong("mix", "has no target, nor is there one beside it: without any there is no limit.")
 
 
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(422, f"'{param}' {message}", param=param, code="invalid_value")
+def _what_is_wrong(error: ErrorDetails) -> str:
+    name = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        return f"is unknown; there are {', '.join(Wish.model_fields)}."
+    return f"must be {TAKES[name]}."
+
+
+def _wrong(param: str, message: str) -> WrongWishError:
+    return WrongWishError({param: message})
 
 
 def _number(text: str) -> Any:

@@ -10,7 +10,7 @@ from app.limit.bounds import bound_title, bound_words
 from app.limit.remarks import NAMES, remarks_on_others
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.tune_words import OVER, ran_out, tune_lines, verdict_lines
-from app.limit.words import bound_clause, broken_words, held_words, per_second
+from app.limit.words import bound_clause, broken_words, held_words, interval_words, per_second, spread_of
 from app.live_change import KEYS
 from app.render import numbers
 from app.render.curve import Curve, Limit, Point, draw_curve
@@ -27,6 +27,7 @@ LATENCIES: Final = {"ttft": "First token", "itl": "Between tokens", "e2e": "End 
 # Of a search that ended without a limit: its heading, and how bad that is.
 ENDS: Final = {
     "none": ("No limit was found", "warn"),
+    "cut": ("It was cut short", "warn"),
     "users": ("It ended: users came", "warn"),
     "stopped": ("It was stopped", ""),
     "failed": ("It failed", "bad"),
@@ -230,7 +231,8 @@ def end_words(told: Mapping[str, Any]) -> str:
     if limit is None:
         heading = ENDS.get(told["end"], (told["end"], ""))[0]
         return f"{heading}: {told['why']}".rstrip(".: ")[:MAX_SHOWN]
-    return f"{_interval(limit)}{bound_clause(limit['bound_by'])}"
+    cut = f"{ENDS['cut'][0].lower()}; until then " if told["end"] == "cut" else ""
+    return f"{cut}{_interval(limit)}{bound_clause(limit['bound_by'])}"
 
 
 def verdict_of(run: Mapping[str, Any]) -> str:
@@ -293,13 +295,13 @@ def tiles_of(result: Mapping[str, Any], *, thinks: str, priced: str) -> list[Til
     limit, single = result["limit"], result["single_user"]
     tiles = []
     if limit is not None:
-        least = "at least; " if limit["is_at_least"] else ""
-        between = f"{least}between {per_second(limit['low'])} and {per_second(limit['high'])}"
-        between += f"; {held}" if (held := held_words(limit)) else ""
+        spread = spread_of(limit)
+        between = f"between {spread[0]} and {spread[1]}" if spread else ""
+        notes = filter(None, ["at least" if limit["is_at_least"] else "", between, held_words(limit)])
         broken = limit["broken_promise"]
         speed = numbers.rate(limit["output_tokens_per_second"]).text
         tiles += [
-            Tile("Operating limit", per_second(limit["requests_per_second"]), "requests/s", between),
+            Tile("Operating limit", per_second(limit["requests_per_second"]), "requests/s", "; ".join(notes)),
             Tile("Bound by", limit["bound_by"], "", f"beyond it {broken_words(broken)}" if broken else ""),
             Tile("Just below it", speed, "tokens/s", f"goodput {limit['goodput']:.2f} requests/s"),
         ]
@@ -351,10 +353,7 @@ def _about(told: Mapping[str, Any]) -> str:
 
 
 def _interval(limit: Mapping[str, Any]) -> str | None:
-    if limit["requests_per_second"] is None:
-        return None
-    estimate, low, high = (per_second(limit[name]) for name in ("requests_per_second", "low", "high"))
-    return f"{estimate} requests/s ({low} to {high})"
+    return None if limit["requests_per_second"] is None else interval_words(limit)
 
 
 def _clock(iso: str) -> str:

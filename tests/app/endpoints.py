@@ -25,6 +25,8 @@ class Behaviour:
         stall: (from, to) in seconds since the first request: nothing is written then.
         gather: nothing is answered before so many requests have come.
         pieces_of: tokens of each piece of text.
+        word: the text of a token.
+        most_tokens: an answer has, whatever was asked for.
         refused: words in a body that make it a 400.
         key, metrics_key: that must be given; `None` takes everybody.
         next_metrics: what they are when they have been asked for once more.
@@ -43,6 +45,8 @@ class Behaviour:
     stall: tuple[float, float] = (0.0, 0.0)
     gather: int = 0
     pieces_of: int = 1
+    word: str = "word "
+    most_tokens: int = 1 << 20
     streams: bool = True
     has_usage: bool = True
     refused: tuple[str, ...] = ()
@@ -151,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
     def stream(self, body: dict[str, Any]) -> None:
         behaviour = self.server.behaviour
         prompt = body.get("prompt") or body["messages"][0]["content"]
-        num_tokens = body.get("max_tokens") or body["max_completion_tokens"]
+        num_tokens = min(behaviour.most_tokens, body.get("max_tokens") or body["max_completion_tokens"])
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
@@ -161,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
             behaviour.wait(behaviour.gap_seconds if place else behaviour.first_seconds)
             if behaviour.is_dead:
                 return
-            words = "word " * min(behaviour.pieces_of, num_tokens - place)
+            words = behaviour.word * min(behaviour.pieces_of, num_tokens - place)
             choice = {"text": words} if "prompt" in body else {"delta": {"content": words}}
             self.event({"choices": [{"index": 0, **choice}]})
         if behaviour.has_usage:

@@ -280,6 +280,16 @@ def test_seats_that_were_yielded_are_no_want_of_memory() -> None:
     assert [finding.what for finding in found(house(recent=lost))] == ["All is well"]
 
 
+def test_a_long_queue_is_one_of_people_who_wait() -> None:
+    long = house(requests=waits(17, "no_seat"))
+    assert "The queue is long: 17 wait" in " ".join([words(finding) for finding in found(long)])
+    long["requests"]["by_class"] = {
+        "interactive": {"running": 16, "waiting": 16},
+        "background": {"running": 0, "waiting": 1},
+    }
+    assert not any("The queue is long" in words(finding) for finding in found(long))
+
+
 def test_failures_waste_and_a_late_loop_are_told() -> None:
     recent = {"preemptions_by_reason": {"kv_memory": 1, "better_right": 0}, "rows": {"computed": 400, "useful": 200}}
     troubled = house(ended={"failed": 2}, loop_lag_seconds=0.4, recent=recent)

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -188,10 +187,9 @@ def test_nobody_there_is_an_error_of_its_own_kind() -> None:
 @pytest.mark.slow
 def test_a_run_is_ended_when_it_is_certain_to_be_lost(inside: list[Told]) -> None:
     with open_endpoint(first_seconds=0.5) as (url, _):
-        begin = time.monotonic()
-        run = measure(url, num=2000, targets=SloTargets(0.1, None, None))(20.0, 0)
+        run = measure(url, num=400, targets=SloTargets(0.1, None, None))(20.0, 0)
     assert run.stopped
-    assert time.monotonic() - begin < PATIENCE_SECONDS  # all of it would take 100 s
+    assert 20 < len(run.seen) < 200
     assert run.excess > 10
     assert not any(seen.error for seen in run.seen)
 

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from app.limit.command import Looking, run_limit
-from app.limit.endpoint import find_endpoint
+from app.limit.endpoint import EndpointError, find_endpoint
 from app.limit.interrupted import Ended, Interrupted, code_of
 from app.limit.options import Options, make_source
 from app.limit.policies import find_under
@@ -78,7 +78,8 @@ def test_what_was_measured_is_shown_and_written_as_unfinished(tmp_path: Path) ->
     lines: list[str] = []
     find, json_path, html_path = cut(signal.SIGTERM, outcome_with_limit(2.0)), tmp_path / "x.json", tmp_path / "x.html"
     assert run_limit(find, ASKED, json_path=json_path, html_path=html_path, echo=lines.append) == 143
-    assert any(line.startswith("Until then the limit is 2.02 requests/s") for line in lines)
+    said = "The search was interrupted (SIGTERM). Until then the limit is 2.02 requests/s"
+    assert any(line.startswith(said) for line in lines)
     assert "The search was interrupted (SIGTERM): this is what was measured by then." in lines
     result = json.loads(json_path.read_text())
     assert result["unfinished"] == "The search was interrupted (SIGTERM)"
@@ -257,6 +258,31 @@ def test_tuning_that_is_interrupted_at_whatever_run_tells_what_it_has() -> None:
             assert not told["evidence"]["believed"]
             assert lines[-1].startswith("Whether other settings are better is not known: ")
             assert "the search was interrupted" in lines[-1]
+            assert done.best is done.present
+
+
+def test_a_server_that_fails_amid_tuning_ends_it_with_what_was_tried() -> None:
+    whole = Made(hill)
+    tune(whole, [SEATS_CONTROL], {SEATS: 16}, 8.0, OPTIONS, timeless())
+    for last in (0, 3, len(whole.runs) // 2, len(whole.runs) - 1):
+        measure = Made(hill)
+
+        def until(values: Values, rate: float, seed: int, *, whole: bool = False) -> Run:
+            if len(measure.runs) == last:  # noqa: B023 - called in this very round
+                raise EndpointError("http://made.up cannot be reached.")
+            return measure(values, rate, seed, whole=whole)  # noqa: B023
+
+        if last == 0:
+            with pytest.raises(EndpointError, match="cannot be reached"):
+                tune(until, [SEATS_CONTROL], {SEATS: 16}, 8.0, OPTIONS, timeless())
+            continue
+        done = tune(until, [SEATS_CONTROL], {SEATS: 16}, 8.0, OPTIONS, timeless())
+        told = tune_result(done, applied=False)
+        assert (told["unfinished"], told["complete"]) == ("http://made.up cannot be reached", False)
+        assert len(told["candidates"]) <= len(measure.runs)
+        assert len(done.present.runs) == len([values for values, *_ in measure.runs if values == {SEATS: 16}])
+        if not done.pairs:
+            assert "the search was ended before its time" in tune_lines(told)[-1]
             assert done.best is done.present
 
 

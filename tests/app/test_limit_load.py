@@ -114,11 +114,21 @@ def test_conversations_give_the_lengths_of_question_and_answer(tmp_path: Path) -
         {"conversations": [{"from": "human", "value": "alone"}]},
         {"other": 1},
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a" * 4}]},
+        {
+            "conversations": [
+                {"from": "system", "value": "s" * 400},
+                {"from": "gpt", "value": "g" * 400},
+                {"from": "user", "value": "u" * 12},
+                {"from": "assistant", "value": "v" * 16},
+            ]
+        },
+        {"conversations": [{"from": "gpt", "value": "first"}, {"from": "human", "value": "last"}]},
+        {"conversations": [{"from": ["human"], "value": "a"}, {"from": {}, "value": "b"}]},
     ]
     path.write_text(json.dumps(talk))
     found = read_conversations(path, lambda text: round(len(text) / 4), 100)
     lengths = [(item.num_prompt_tokens, item.num_output_tokens) for item in found.workload.items]
-    assert lengths == [(10, 20), (1, 1)]
+    assert lengths == [(10, 20), (1, 1), (3, 4)]
 
 
 @pytest.mark.parametrize(

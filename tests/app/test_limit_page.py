@@ -684,6 +684,20 @@ async def test_that_there_was_no_time_to_try_everything_is_told_once(
         assert "One control at a time" in page
 
 
+async def test_a_search_that_was_cut_short_says_why_beside_its_limit(tmp_path: Path) -> None:
+    died = "The server died, or cannot be reached any more (no)"
+    result = result_of() | {"unfinished": died}
+    async with serve(tmp_path, [{"say": {"event": "result", "result": result}}]) as server:
+        await start(server)
+        told = await until(server, "it['end']")
+        assert (told["end"], told["why"]) == ("cut", f"{died}.")
+        page = plain((await server.client.get("/ops/limit", headers=HTML)).text)
+        assert f"It was cut short. {died}." in page
+        assert "Operating limit" in page
+        entry = (await server.client.get("/admin/audit")).json()[-1]
+        assert entry["outcome"].startswith("it was cut short; until then ")
+
+
 async def test_what_tuning_needs_is_handed_on(tmp_path: Path) -> None:
     async with serve(tmp_path, [{"words": True}, {"wait": str(tmp_path / "never")}]) as server:
         await start(server, tune=True, duration=None, beside_users=True)
@@ -775,6 +789,36 @@ async def test_a_form_says_what_is_wrong_beside_the_field(tmp_path: Path) -> Non
         asked = told["asked"]
         assert (asked["workload"], asked["ttft_p95_seconds"], asked["itl_p95_seconds"]) == ("azure-code", 2, None)
         assert (asked["duration"], asked["beside_users"], asked["mix"]) == (None, False, None)
+
+
+async def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    async with serve(tmp_path, []) as server:
+        wrong = {"workload": "azure-code", "ttft_p95_seconds": "soon", "duration": "5", "note": "kept"}
+        page = await server.client.post("/ops/limit", data=wrong)
+        assert page.status_code == 422
+        said = [re.search(f'id="{name}-error" role="alert">([^<]*)<', page.text) for name in ("duration", "note")]
+        assert [match[1] for match in said if match] == [
+            "&#39;duration&#39; must be a number of seconds from 30 to 7,200.",
+            "",
+        ]
+        assert page.text.count('aria-invalid="true"') == 2
+        assert 'value="kept"' in page.text
+        answer = await server.client.post(
+            "/ops/limit", json=wish(ttft_p95_seconds="soon", **dict.fromkeys("abcdefghijkl", 1))
+        )
+        error = answer.json()["error"]
+        assert error["param"] == "ttft_p95_seconds"
+        assert error["message"].count("is unknown") == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"workload": "mix"}, "is missing"), ({"mix": "[[class]]"}, "is for the workload 'mix' alone")],
+)
+async def test_a_mix_is_for_the_workload_of_that_name(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    async with serve(tmp_path, []) as server:
+        error = (await server.client.post("/ops/limit", json=wish(**fields))).json()["error"]
+        assert error["message"].startswith(f"'mix' {said}")
 
 
 async def test_the_longest_mix_that_may_be_fits_into_a_form_and_none_is_no_target(tmp_path: Path) -> None:

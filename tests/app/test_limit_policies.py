@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from app.limit.endpoint import EndpointError
 from app.limit.lengths import Ranges
 from app.limit.load import Source, WorkClass
 from app.limit.options import Options
@@ -15,6 +17,7 @@ from app.limit.policies import find_under
 from app.limit.remarks import why_not
 from app.limit.runs import Promise, Run, Seen
 from app.limit.summary import Outcome, summarize
+from app.limit.telling import tell
 from app.limit.words import lines_of
 from engine.config import SloTargets
 
@@ -66,6 +69,32 @@ def test_the_first_settles_on_what_all_are_asked() -> None:
     assert any(line.split()[:1] == ["static"] and "2.50 (" in line for line in lines)
     assert "Under static:" in lines
     json.dumps(result)
+
+
+def test_a_server_that_fails_under_one_policy_leaves_what_was_measured() -> None:
+    died = "The server died, or cannot be reached any more (no)"
+    half = replace(outcome_with_limit(2.0), unfinished=died, remarks=["Lengths were divided."])
+    whole = outcome_with_limit(5.0)
+    options = Options(targets=TARGETS, duration=300.0)
+
+    def find(ends: dict[str, Outcome], name: str, _options: Options, _report: object) -> Outcome:
+        if name not in ends:
+            raise EndpointError("It does not start.")
+        return ends[name]
+
+    names = ("static", "continuous")
+    ends = {"static": half, "continuous": whole}
+    result = summarize(find_under(names, partial(find, ends), options, lambda *_: None), options)
+    assert result["unfinished"] == f"static: {died}"
+    assert result["policies"]["static"]["unfinished"] == died
+    assert result["policies"]["continuous"]["unfinished"] is None
+    assert "Lengths were divided." in result["remarks"]
+    assert tell(result, echo=None) == 1
+    cut = summarize(find_under(names, partial(find, {"static": whole}), options, lambda *_: None), options)
+    assert cut["unfinished"] == "continuous: It does not start; not measured: continuous"
+    assert cut["policy"] == "static"
+    with pytest.raises(EndpointError, match="does not start"):
+        find_under(names, partial(find, {}), options, lambda *_: None)
 
 
 def test_a_policy_without_a_limit_is_told_with_the_reason() -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,8 +23,12 @@ from app.limit.endpoint import Endpoint, EndpointError, find_endpoint
 from app.limit.exchange import Answer, has_text, read_whole, tokens_per_character
 from app.limit.interrupted import ended_like_a_key
 from app.limit.options import Options, make_source
+from app.limit.over_http import HttpMeasure
 from app.limit.scrapes import Observed, bound_by, observe, values_of
+from app.limit.search import FIRST_SHARE
 from app.limit.summary import summarize
+from app.limit.telling import tell
+from app.limit.words import per_second
 from engine.config import SloTargets
 from tests.app.endpoints import open_endpoint
 
@@ -133,20 +138,28 @@ def looking(url: str, **options: Any) -> tuple[Looking, Options]:
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_in_the_middle_ends_the_search_which_is_told() -> None:
+@pytest.mark.parametrize("num_runs", [0, 1])
+def test_a_server_that_dies_in_the_middle_ends_the_search_and_that_run_is_none(num_runs: int) -> None:
+    """Its errors say nothing of the rate."""
     with open_endpoint(first_seconds=0.02) as (url, behaviour):
-        look, asked = looking(url)
-        ready = look.prepare()
-        behaviour.lives_for = len(behaviour.bodies) + 10
+        look, asked = looking(url, duration=90.0, targets=SloTargets(20.0, None, None))
+        ready = replace(look.prepare(), capacity=20.0)
+        of_a_run = len(ready.measure.source.make(ready.measure.num_counted, 1.0, 0).classes)
+        behaviour.lives_for = len(behaviour.bodies) + num_runs * of_a_run + 10
         look.prepare = lambda: ready  # type: ignore[method-assign]
         result = summarize(look.find(), asked)
-    assert result["limit"] is None
-    (run,) = result["curve"]
-    assert run["errors"] > 0
-    assert not run["holds"]
-    assert result["unfinished"].startswith("The server died, or cannot be reached any more (")
-    assert result["remarks"][0] == f"{result['unfinished']}: this is what was measured by then."
-    assert result["why"].startswith(f"{result['unfinished']}, before any rate was known to hold (tried down to ")
+    assert [(run["errors"], run["holds"]) for run in result["curve"]] == [(0, True)] * num_runs
+    died = result["unfinished"]
+    assert died.startswith("The server died, or cannot be reached any more (")
+    assert result["remarks"][0] == f"{died}: this is what was measured by then."
+    lines: list[str] = []
+    assert tell(result, echo=lines.append) == 1
+    if num_runs:
+        rate = per_second(ready.capacity * FIRST_SHARE)
+        why = "what bound it is unknown (every rate that was tried held)"
+        assert f"{died}. Until then the limit is at least {rate} requests/s; {why}." in lines
+    else:
+        assert result["why"] == f"{died}, before any rate was tried."
 
 
 def test_too_many_at_once_and_too_long_prompts_are_told_with_what_to_do() -> None:
@@ -283,6 +296,23 @@ def test_text_is_seen_though_the_end_has_not_come() -> None:
     chunks = [b"%x\r\n%s\r\n" % (len(data), data) for data in (role, word)]
     assert not has_text([(0.0, head), (0.1, chunks[0]), (0.2, chunks[1][:-9])])
     assert has_text([(0.0, head + chunks[0][:5]), (0.1, chunks[0][5:]), (0.2, chunks[1])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most_tokens", [2, 9])
+def test_an_answer_of_a_token_or_two_may_have_no_text(most_tokens: int) -> None:
+    """As of a character that is not complete."""
+    with open_endpoint(most_tokens=most_tokens) as (url, behaviour):
+        source = make_source(Options(targets=SloTargets(9.0, None, None), factor=10.0))
+        found = find_endpoint(url, "chat")
+        behaviour.word = ""
+        run = HttpMeasure(found, source, 9, 10.0).closed(2, 9, 30.0, 0)
+    ended = [seen for seen in run.seen if seen.error or seen.e2e is not None]
+    assert ended
+    for seen in ended:
+        tokens = min(most_tokens, seen.asked_tokens)
+        assert (seen.output_tokens, seen.num_gaps) == (tokens, 0)
+        assert (seen.error, seen.ttft) == (("", seen.e2e) if tokens <= 3 else ("the stream held no text", None))
 
 
 def test_gaps_of_an_answer_without_an_end_are_divided_as_in_the_others() -> None:

@@ -279,6 +279,104 @@ def test_what_a_whole_search_takes_is_said_where_there_was_no_time_for_it() -> N
     assert not any("--duration" in remark for remark in cut["remarks"])
 
 
+def test_where_every_rate_held_neither_an_interval_nor_a_bound_is_told() -> None:
+    result = summarize(Outcome({}, SOURCE, None, 20.0, [run_at(16.0, 0.01)], 1.0), Options(targets=TARGETS))
+    said = "The limit is at least 16.0 requests/s; what bound it is unknown (every rate that was tried held)."
+    assert said in lines_of(result)
+    assert said in page_of(result)
+    assert "between 16" not in page_of(result)
+    assert against_lines(result, result)[-1] == "Then: at least 16.0 requests/s. Now: at least 16.0 requests/s."
+
+
+def test_what_is_compared_with_virtual_time_is_told() -> None:
+    measured, simulated = ({**with_policies(continuous=2.0), "machine": machine} for machine in ("8 cores", None))
+    said = "is of a machine in virtual time (--simulate), and the other was measured."
+    assert f"Then {said}" in against_lines(measured, simulated)
+    assert f"Now {said}" in against_lines(simulated, measured)
+    for same in (measured, simulated):
+        assert not any("virtual" in line for line in against_lines(same, same))
+
+
+def test_a_search_of_the_page_is_told_again(tmp_path: Path, run: Any) -> None:
+    result = summarize(outcome_with_limit(2.0), Options(targets=TARGETS))
+    for told, expected in (
+        ({"id": "x", "result": result}, (0, "The limit is 2.02")),
+        ({"id": "x", "result": None}, (2, "")),
+    ):
+        (tmp_path / "kept.json").write_text(json.dumps(told))
+        code, out, err = run("limit", "--from", str(tmp_path / "kept.json"))
+        assert (code, expected[1] in out) == (expected[0], True)
+        assert ("nor a search of the dashboard with one." in err) == (code == 2)
+
+
+class Closed:
+    """A server of which nothing is asked but how many answers it gives a second."""
+
+    rate = 0.0
+
+    def __init__(self, _endpoint: Endpoint, source: Source, num_counted: int, *_: object) -> None:
+        self.source, self.num_counted = source, num_counted
+
+    def closed(self, num_streams: int, *_: object) -> Run:
+        return Run(self.rate, 0, self.source.promise, (Seen(0.0, 0.0, 5.0, 1.0, 5.0, 10, 5, 4, 0),) * num_streams)
+
+
+@pytest.mark.parametrize(
+    ("rate", "given", "factor", "said"),
+    [
+        (8.0, None, 2.0, r"Lengths were divided by 2 .* such requests\. For .* --factor 1 --duration (\d+)\."),
+        (
+            0.2,
+            None,
+            48.0,
+            r"Lengths were divided by 48 .* answers have 1\.0 tokens .* hardly a gap\. .*--duration (\d+)\.",
+        ),
+        (80.0, None, 1.0, ""),
+        (8.0, 9.0, 9.0, ""),
+    ],
+)
+def test_lengths_are_divided_no_further_than_time_and_gaps_want(
+    rate: float, given: float | None, factor: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(targets=TARGETS, factor=given, duration=600.0, streams=2)
+    monkeypatch.setattr("app.limit.command.HttpMeasure", Closed)
+    monkeypatch.setattr(Closed, "rate", rate)
+    with open_endpoint() as (url, _):
+        look = Looking(find_endpoint(url, "chat"), mixed(Ranges((10, 20), (12, 12))), options, lambda *_: None)
+        outcome = look.outcome(look.prepare(), [])
+    assert outcome.source.factor == factor
+    divided = [remark for remark in outcome.remarks if "divided" in remark]
+    assert bool(divided) == bool(said)
+    for remark in divided:
+        match = re.fullmatch(said, remark)
+        assert match, remark
+        seconds = 7 * (1.3 * 300 / (0.8 * rate / 8) + 4)  # seven runs of 300 requests, whose lengths are not divided
+        assert seconds < int(match[1]) < 1.2 * seconds
+
+
+def test_answers_that_are_shorter_than_was_asked_for_are_told() -> None:
+    def answered(*tokens: int) -> list[str]:
+        seen = [
+            replace(one, output_tokens=came, asked_tokens=10)
+            for one, came in zip(BY_CHANCE[0].seen, tokens, strict=False)
+        ]
+        runs = [replace(BY_CHANCE[0], seen=tuple(seen))]
+        remarks = summarize(Outcome({}, SOURCE, None, 20.0, runs, 1.0), Options(targets=TARGETS))["remarks"]
+        return [remark for remark in remarks if "ignore_eos" in remark]
+
+    assert answered(10, 10, 9, 9) == []  # an end token may not be told
+    (said,) = answered(10, 2, 4, 4)
+    assert said.replace("\N{NO-BREAK SPACE}", " ").startswith("Answers had 50 % of the tokens that were asked for")
+
+
+def test_a_mix_without_a_target_is_told_what_its_file_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "mix.toml"
+    lines = [f'{name}_p95_seconds = "none"\n' for name in ("ttft", "itl", "e2e")]
+    path.write_text('[[class]]\nname = "a"\nshare = 1\nworkload = "mooncake"\n' + "".join(lines))
+    with pytest.raises(ConfigError, match=r"No class of .*mix\.toml has a target, .* as ttft_p95_seconds, "):
+        make_source(Options(mix=path, targets=TARGETS))
+
+
 def test_what_killed_processes_have_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     names = ("left", "used", "fresh", "foreign", "bare", "begun")

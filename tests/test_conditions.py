@@ -37,10 +37,17 @@ def test_a_model_that_cannot_be_had_is_a_failure(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("required", [True, False])
-def test_a_browser_that_is_required_is_not_skipped(tmp_path: Path, required: bool) -> None:
-    """The browser's tests, where no program can be found."""
-    environ = {**os.environ, "PATH": str(tmp_path), "REQUIRE_BROWSER": "1" if required else ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/app/test_browser.py"]
+@pytest.mark.parametrize(
+    ("switch", "tests", "said"),
+    [
+        ("REQUIRE_BROWSER", "test_browser.py", "and there is no Chromium"),
+        ("REQUIRE_NETWORKS", "test_vanished_clients.py", "but it takes root and iproute2"),
+    ],
+)
+def test_what_is_required_is_not_skipped(tmp_path: Path, switch: str, tests: str, said: str, required: bool) -> None:
+    """Where no program can be found."""
+    environ = {**os.environ, "PATH": str(tmp_path), switch: "1" if required else ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/app/{tests}"]
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert run.returncode == (1 if required else 0), run.stdout
-    assert ("REQUIRE_BROWSER=1, and there is no Chromium" if required else "skipped") in run.stdout
+    assert (f"{switch}=1, {said}" if required else "skipped") in run.stdout

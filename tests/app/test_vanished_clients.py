@@ -12,7 +12,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import trio
@@ -81,16 +81,23 @@ def run(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def do_without(why: str) -> NoReturn:
+    """Skip the test, unless somebody said that this machine can make networks."""
+    if os.environ.get("REQUIRE_NETWORKS") == "1":
+        pytest.fail(f"REQUIRE_NETWORKS=1, but {why}")
+    pytest.skip(f"{why} (REQUIRE_NETWORKS=1 makes that a failure)")
+
+
 @contextmanager
 def open_far_side() -> Iterator[FarSide]:
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("takes root and iproute2 on Linux")
+        do_without("it takes root and iproute2 on Linux")
     far_side = FarSide()
     try:
         try:
             far_side.open()
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network of its own: {error}")
+            do_without(f"there is no network of its own: {error}")
         yield far_side
     finally:
         far_side.close()

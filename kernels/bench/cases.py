@@ -53,15 +53,15 @@ class Case:
     least_arch: int = 80
 
 
-def choose(cases: Sequence[Case], kernels: Sequence[str], first: int | None) -> list[Case]:
-    """Of these kernels alone, if any are named; of each no more than the first so many."""
+def choose(cases: Sequence[Case], kernels: Sequence[str], first: int | None, shapes: Sequence[str] = ()) -> list[Case]:
+    """Of these kernels alone, if any are named; of each no more than the first so many, and those of these shapes."""
     taken = Counter[str]()
     chosen = []
     for case in cases:
         if kernels and case.kernel not in kernels:
             continue
         taken[case.kernel] += 1
-        if first is None or taken[case.kernel] <= first:
+        if first is None or taken[case.kernel] <= first or case.shape in shapes:
             chosen.append(case)
     return chosen
 

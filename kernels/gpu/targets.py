@@ -167,14 +167,25 @@ def _note(binary: bytes, key: str) -> int:
     return int.from_bytes(binary[at + 1 : at + 1 + width], "big") if width else binary[at]
 
 
-def compile_cases(names: Sequence[str], kernels: Sequence[str] = (), first: int | None = None) -> list[Row]:
-    """Each kernel's main cases, or the first of them, on these targets; of `kernels` alone if any are named."""
-    rows, meta = [], torch.device("meta")
+def compile_cases(
+    names: Sequence[str], kernels: Sequence[str] = (), first: int | None = None, shapes: Sequence[str] = ()
+) -> list[Row]:
+    """Each kernel's main cases on these targets, or the first of them and those of `shapes`.
+
+    Args:
+        kernels: of these alone, if any are named.
+
+    Raises:
+        SystemExit: no case has one of the shapes.
+    """
+    rows, meta, cases = [], torch.device("meta"), choose(main_cases(), kernels, first, shapes)
+    if unknown := {*shapes} - {case.shape for case in cases}:
+        raise SystemExit(f"no case has the shape {', '.join(sorted(unknown))}")
     for index, name in enumerate(names):
         device = DEVICES[name]
         driver = TargetDriver(device, index)
         triton.runtime.driver.set_active(driver)
-        for case in choose(main_cases(), kernels, first):
+        for case in cases:
             if device.target.backend == "cuda" and device.target.arch < case.least_arch:
                 continue
             driver.launched.clear()
@@ -219,10 +230,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", nargs="+", choices=DEVICES, default=["sm_80", "sm_90"])
     parser.add_argument("--kernel", nargs="+", default=[], help="only these")
     parser.add_argument("--first", type=int, metavar="N", help="only the first cases of each kernel")
+    parser.add_argument("--shape", nargs="+", default=[], help="beside the first those of these shapes")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument("--update", type=Path, help="a file with marks for these kernels' table")
     options = parser.parse_args(argv)
-    rows = compile_cases(options.target, options.kernel, options.first)
+    rows = compile_cases(options.target, options.kernel, options.first, options.shape)
     if options.update:
         update(options.update, options.kernel, table(rows))
     else:

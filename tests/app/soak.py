@@ -2,9 +2,10 @@
 
     python -m tests.app.soak --port 8000 --requests 2000 [--first 0]
 
-The requests come in waves of twice what seats and queue take. They are of several keys, streams and whole answers, over
-HTTP/1.1 and HTTP/2; some are given up at a random moment, some are wrong; and all the while every live setting is
-changed at random. What a request is follows from its number. Prints as JSON what came of them.
+The requests come in waves of twice what seats and queue take. They are of several keys, streams and whole answers, on
+four routes over HTTP/1.1 and HTTP/2, of one choice or several, with stop strings, interactive or not; some are given up
+at a random moment, some have too little time, some are wrong; and all the while every live setting is changed at
+random. What a request is follows from its number. Prints as JSON what came of them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ LIMITS: Final[dict[str, Any]] = {"max_num_seqs": SEATS, "max_waiting": MAX_WAITI
 WAVE: Final = 2 * (SEATS + MAX_WAITING)
 HTTP_SECONDS: Final = 60.0
 SHARED: Final = "a beginning that many have in common, long enough for some blocks of it to be cached; "
-ABORTED, WRONG = 0.15, 0.05
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+ABORTED, WRONG, TIMED = 0.15, 0.05, 0.05
 VALUES: Final[dict[str, tuple[Any, ...]]] = {
     **{name: tuple(values) for name, values in CHOICES.items() if name != "draining"},
     "max_num_seqs": (1, 2, SEATS, SEATS, 16),
@@ -49,12 +51,19 @@ VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "num_speculative_tokens": (0, 0, 4),
     "max_waiting": (1, 10, MAX_WAITING, MAX_WAITING, MAX_WAITING),
     "max_waiting_tokens": (500, 100_000, 100_000, 100_000),
+    **{f"{work}ttft_p95_seconds": (0, 0.5, 2.0) for work in ("", "background_")},
+    **{f"{work}itl_p95_seconds": (0, 0.05, 0.25) for work in ("", "background_")},
+    **{f"{work}e2e_p95_seconds": ("none", 5.0) for work in ("", "background_")},
 }
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request."""
+    """One request.
+
+    Attributes:
+        expected: what each of its choices says, if it comes to its end.
+    """
 
     number: int
     kind: str
@@ -63,39 +72,72 @@ class Ask:
     key: str
     over_http2: bool
     leaves_after: float
+    expected: str
 
 
 def make_ask(number: int) -> Ask:
     """The request of that number."""
     rng = random.Random(number)
-    kind = rng.choices(["served", "left", "wrong"], [1 - ABORTED - WRONG, ABORTED, WRONG])[0]
+    kinds, shares = ["served", "left", "wrong", "timed"], [1 - ABORTED - WRONG - TIMED, ABORTED, WRONG, TIMED]
+    kind = rng.choices(kinds, shares)[0]
     text = (SHARED if rng.random() < 0.5 else "") + f"{number} " + "x" * rng.randrange(100)
-    fields: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 20, 40]), "stream": rng.random() < 0.5}
-    path = rng.choice([CHAT, COMPLETIONS])
-    body = chat_body(text, **fields) if path == CHAT else {"model": "fake", "prompt": text, **fields}
-    if kind == "left":
-        body["max_tokens"] = 300
+    max_tokens = 300 if kind in ("left", "timed") else rng.choice([1, 2, 5, 20, 40])
+    path = rng.choices([CHAT, COMPLETIONS, MESSAGES, RESPONSES], [4, 4, 1, 1])[0]
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "stream": rng.random() < 0.5}
+    prompt = text.encode() if path == COMPLETIONS else [257, *text.encode(), 258]
+    expected = bytes(expected_output(prompt, max_tokens)).decode()
+    if path in (CHAT, COMPLETIONS):
+        fields |= rng.choice([{}, {}, {"n": 2}, {"service_tier": "flex"}])
+        if kind == "timed":
+            fields["timeout"] = 0.3 * rng.random() + 0.01
+    if path != RESPONSES and kind == "served" and rng.random() < 0.2:
+        begin = rng.randrange(max_tokens)
+        stop = expected[begin : begin + 3]
+        fields["stop_sequences" if path == MESSAGES else "stop"] = [stop]
+        expected = expected[: expected.index(stop)]
+    body = {CHAT: chat_body, COMPLETIONS: _completion_body, MESSAGES: chat_body, RESPONSES: _response_body}[path](
+        text, **fields
+    )
     if kind == "wrong":
-        body |= rng.choice([{"temperature": "hot"}, {"n": 10**9}, {"model": "none"}, {"stop": [1]}, {"max_tokens": -1}])
-    return Ask(number, kind, path, body, rng.choice(KEYS), rng.random() < 0.3, rng.random() ** 3 * 0.5)
+        body |= rng.choice([{"temperature": "hot"}, {"model": "none"}, {next(n for n in body if "max_" in n): -1}])
+    leaves_after = rng.random() ** 3 * 0.5
+    return Ask(number, kind, path, body, rng.choice(KEYS), rng.random() < 0.3, leaves_after, expected)
 
 
-def text_of(ask: Ask, content: str) -> str | None:
-    """The answer's text, where it has come to its end."""
+def _completion_body(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "prompt": text, **fields}
+
+
+def _response_body(text: str, max_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "input": text, "max_output_tokens": max_tokens, **fields}
+
+
+def texts_of(ask: Ask, content: str) -> tuple[list[str], bool]:
+    """What each choice says, and whether the answer has come to its end."""
+    texts = [""] * ask.body.get("n", 1)
     if not ask.body["stream"]:
-        choice = json.loads(content)["choices"][0]
-        return str(choice["message"]["content"] if ask.path == CHAT else choice["text"])
-    *chunks, done = events(content)
-    if done != "[DONE]":
-        return None
-    choices = [chunk["choices"][0] for chunk in chunks]
-    return "".join(c["delta"].get("content", "") if ask.path == CHAT else c["text"] for c in choices)
-
-
-def expected(ask: Ask) -> str:
-    body = ask.body
-    prompt = [257, *body["messages"][0]["content"].encode(), 258] if ask.path == CHAT else body["prompt"].encode()
-    return bytes(expected_output(prompt, body["max_tokens"])).decode()
+        answer = json.loads(content)
+        for block in answer.get("content", []):  # a message's
+            texts[0] += block["text"]
+        for item in answer.get("output", []):  # a response's
+            texts[0] += "".join([part["text"] for part in item["content"]])
+        for choice in answer.get("choices", []):
+            texts[choice["index"]] = choice["message"]["content"] if ask.path == CHAT else choice["text"]
+        return texts, True
+    *told, last = events(content)
+    for event in told:
+        match event:
+            case {"type": "content_block_delta", "delta": {"text": text}}:
+                texts[0] += text
+            case {"type": "response.output_text.delta", "delta": text}:
+                texts[0] += text
+            case {"choices": choices}:
+                for choice in choices:
+                    text = choice["delta"].get("content", "") if ask.path == CHAT else choice["text"]
+                    texts[choice["index"]] += text
+    if ask.path in (MESSAGES, RESPONSES):
+        return texts, last["type"] in ("message_stop", "response.completed", "response.incomplete")
+    return texts, last == "[DONE]"
 
 
 class Soak:
@@ -104,12 +146,14 @@ class Soak:
     Attributes:
         told: how many requests were served, left, or refused and why.
         changes: of the live settings, by name and status.
+        choices: of the requests that were served, and of those that may have been (`open`).
         faults: answers that are wrong, with the number of their request.
     """
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.told: Counter[str] = Counter()
+        self.choices: Counter[str] = Counter()
         self.faults: list[tuple[int, str]] = []
         self.changes: Counter[str] = Counter()
 
@@ -179,7 +223,7 @@ class Soak:
         # Perhaps it is over already.
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError, h2.exceptions.ProtocolError):
             await rng.choice(ways)()
-        self.told["left"] += 1
+        self._note(ask, "left")
 
     async def _read(self, client: Http1Client) -> tuple[int, str]:
         """Status and content, at the end of the connection or, on HTTP/2, of the stream."""
@@ -196,17 +240,27 @@ class Soak:
 
     def _judge(self, ask: Ask, status: int, content: str) -> None:
         if ask.kind == "wrong":
-            fits, word = status in (400, 404, 429, 503), f"wrong {status}"
+            fits, word = status in (400, 404, 429, 503, 529), f"wrong {status}"
         elif status == 200:
-            text = text_of(ask, content)
-            fits, word = text == expected(ask), "served"
+            texts, has_ended = texts_of(ask, content)
+            in_time = has_ended or "timeout" not in ask.body
+            fits = all([text == ask.expected if in_time else ask.expected.startswith(text) for text in texts])
+            fits, word = fits and has_ended == in_time, "served" if in_time else "timed out"
+        elif ask.path == MESSAGES:  # there errors have no codes
+            fits, word = status in (429, 529), f"{status}"
         else:
-            error = json.loads(content)["error"]
-            word = f"{status} {error['code']}"
+            code = json.loads(content)["error"]["code"]
+            word = f"{status} {code}"
             fits = word in ("503 queue_full", "503 draining", "503 late", "429 rate_limit_exceeded", "429 concurrent")
-        self.told[word] += 1
+            if word == "408 timeout":
+                fits, word = "timeout" in ask.body, "timed out"
+        self._note(ask, word)
         if not fits:
             self.faults.append((ask.number, f"{word}: {content[:300]}"))
+
+    def _note(self, ask: Ask, word: str) -> None:
+        self.told[word] += 1
+        self.choices["served" if word == "served" else "open"] += ask.body.get("n", 1)
 
 
 def dechunk(data: bytes) -> bytes:
@@ -228,7 +282,8 @@ async def main() -> None:
     soak, began = Soak(options.port), time.perf_counter()
     await soak.run(range(options.first, options.first + options.requests))
     seconds = round(time.perf_counter() - began, 1)
-    print(json.dumps({"told": soak.told, "changes": soak.changes, "faults": soak.faults, "seconds": seconds}))
+    told = {"told": soak.told, "choices": soak.choices, "changes": soak.changes, "faults": soak.faults}
+    print(json.dumps({**told, "seconds": seconds}))
 
 
 if __name__ == "__main__":

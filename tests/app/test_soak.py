@@ -79,11 +79,13 @@ class Told:
 
     Attributes:
         answers: by how they ended for the client.
+        choices: of those that were served, and of those that may have been.
         overshoots: of short sleeps while requests were served, in seconds.
         turn: the longest that one task had the loop, in time of its thread.
     """
 
     answers: Counter[str] = field(default_factory=Counter)
+    choices: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     overshoots: list[float] = field(default_factory=list)
@@ -120,6 +122,7 @@ async def play_part(server: Server, first: int, number: int, told: Told) -> None
         nursery.cancel_scope.cancel()
     assert not result["faults"]
     told.answers.update(result["told"])
+    told.choices.update(result["choices"])
     told.changes.update(result["changes"])
     told.seconds += result["seconds"]
     await server.settle()
@@ -165,7 +168,7 @@ async def test_everything_at_once_leaves_nothing(
     assert after == before
     assert told.resident_bytes[-1] <= 1.05 * told.resident_bytes[WARM_UP]
     assert snapshot["preemptions"] > 0
-    check_counts(snapshot["requests"], ended, told.answers)
+    check_counts(snapshot["requests"], ended, told.choices)
     assert not caplog.records
 
 
@@ -178,14 +181,16 @@ def how_it_ended(handle: Handle) -> str:
     return handle.outbox.last.finish_reason.value
 
 
-def check_counts(requests: dict[str, Any], ended: Counter[str], answers: Counter[str]) -> None:
+def check_counts(requests: dict[str, Any], ended: Counter[str], choices: Counter[str]) -> None:
     """Every request that came in is in the one count of how it ended, and in no other."""
     finished, aborted = requests["finished_by_reason"], requests["aborted_by_cause_and_phase"]
     assert finished == {reason: ended[reason] for reason in finished}
-    assert set(aborted) == {"client"}
-    assert aborted["client"].get("door", 0) == ended["door"]
-    assert sum(aborted["client"].values()) == ended["abort"] + ended["door"]
-    assert set(ended) <= {"length", "abort", "door", "refused"}
+    # Who left, who had no time, and choices of answers of which another was refused.
+    assert {"client", "timeout"} <= set(aborted) <= {"client", "timeout", "error"}
+    assert sum([phases.get("door", 0) for phases in aborted.values()]) == ended["door"]
+    assert sum([sum(phases.values()) for phases in aborted.values()]) == ended["abort"] + ended["door"]
+    assert set(ended) <= {"length", "stop", "abort", "door", "refused"}
     assert ended["refused"] <= sum(requests["rejected_by_reason"].values())
+    assert ended["stop"]
     # Who left may have had the answer already.
-    assert answers["served"] <= ended["length"] <= answers["served"] + answers["left"]
+    assert choices["served"] <= ended["length"] + ended["stop"] <= choices["served"] + choices["open"]

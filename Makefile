@@ -18,6 +18,7 @@ lint: $(VENV)/.installed-test
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/bandit -q -c pyproject.toml -r app engine kernels
 
 format: $(VENV)/.installed-test
 	@$(BIN)/ruff check --fix .

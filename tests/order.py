@@ -15,7 +15,7 @@ LONGEST: Final = (
     "app/test_table_browser.py",
     "app/test_fuzz.py",
     "kernels/test_targets.py",
-    "engine/test_gpu_asking.py",
+    "engine/test_gpu_extras.py",
     "engine/test_crowd.py",
     "app/test_limit_tune_live.py",
     "app/test_limit_browser.py",

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from app.config_schema import ServerSection
     from engine.handle import GenerationRequest, Handle
 
-# So many answers are looked after before those that have ended are looked for.
-_FEW: Final = 64
+# So many more answers are looked after before those that have ended are looked for; they keep what was asked in memory.
+_FEW: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class DeadlineWatch:
         if len(self._open) >= self._most:
             self._open = [entry for entry in self._open if not _have_ended(entry[-1])]
             heapify(self._open)
-            self._most = max(_FEW, 2 * len(self._open))
+            self._most = len(self._open) + _FEW
         number = next(self._numbers)
         heappush(self._open, (deadlines.next(handles), number, deadlines, handles))
         if self._open[0][1] == number:

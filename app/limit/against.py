@@ -68,7 +68,7 @@ def _both(now: Mapping[str, Any] | None, then: Mapping[str, Any] | None) -> str:
     if now is None or then is None:
         return f"Then: {_words(then)}. Now: {_words(now)}."
     ratio = now["requests_per_second"] / then["requests_per_second"]
-    if now["is_at_least"] or then["is_at_least"]:
+    if now.get("is_at_least") or then.get("is_at_least"):
         return f"Then: {_words(then)}. Now: {_words(now)}."
     apart = now["low"] > then["high"] or now["high"] < then["low"]
     verdict = "" if apart else "; the intervals overlap, so this may be chance"
@@ -82,4 +82,4 @@ def _differ(name: str, result: Mapping[str, Any], older: Mapping[str, Any]) -> b
 def _words(limit: Mapping[str, Any] | None) -> str:
     if limit is None:
         return "no limit"
-    return ("at least " if limit["is_at_least"] else "") + interval_words(limit)
+    return ("at least " if limit.get("is_at_least") else "") + interval_words(limit)

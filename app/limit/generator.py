@@ -208,6 +208,8 @@ class Generator:
 
     def _scrape(self) -> None:
         """Ask the server what it tells of itself, and again after a while."""
+        if self._over.is_set():  # what begins while the loop ends is never waited for
+            return
         pieces: Pieces = []
         self._scrapes.append((time.perf_counter(), pieces))
         self._start(self._ask(pieces))

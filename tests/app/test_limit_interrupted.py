@@ -234,17 +234,24 @@ def test_the_policies_that_were_measured_are_compared_and_the_others_named() -> 
     assert not isinstance(nothing.value, Interrupted)
 
 
+def made_until(measure: Made, last: int, error: BaseException) -> Callable[..., Run]:
+    """The same until so many runs were made; then it fails."""
+
+    def measured(values: Values, rate: float, seed: int, *, whole: bool = False) -> Run:
+        if len(measure.runs) == last:
+            raise error
+        return measure(values, rate, seed, whole=whole)
+
+    return measured
+
+
 def test_tuning_that_is_interrupted_at_whatever_run_tells_what_it_has() -> None:
     whole = Made(hill)
     tune(whole, [SEATS_CONTROL], {SEATS: 16}, 8.0, OPTIONS, timeless())
     for last in (0, 3, len(whole.runs) // 2, len(whole.runs) - 1):
         measure = Made(hill)
 
-        def until(values: Values, rate: float, seed: int, *, whole: bool = False) -> Run:
-            if len(measure.runs) == last:  # noqa: B023 - called in this very round
-                raise Ended(signal.SIGTERM)
-            return measure(values, rate, seed, whole=whole)  # noqa: B023
-
+        until = made_until(measure, last, Ended(signal.SIGTERM))
         with pytest.raises(CutTuning) as raised:
             tune(until, [SEATS_CONTROL], {SEATS: 16}, 8.0, OPTIONS, timeless())
         done = raised.value.tuned
@@ -267,11 +274,7 @@ def test_a_server_that_fails_amid_tuning_ends_it_with_what_was_tried() -> None:
     for last in (0, 3, len(whole.runs) // 2, len(whole.runs) - 1):
         measure = Made(hill)
 
-        def until(values: Values, rate: float, seed: int, *, whole: bool = False) -> Run:
-            if len(measure.runs) == last:  # noqa: B023 - called in this very round
-                raise EndpointError("http://made.up cannot be reached.")
-            return measure(values, rate, seed, whole=whole)  # noqa: B023
-
+        until = made_until(measure, last, EndpointError("http://made.up cannot be reached."))
         if last == 0:
             with pytest.raises(EndpointError, match="cannot be reached"):
                 tune(until, [SEATS_CONTROL], {SEATS: 16}, 8.0, OPTIONS, timeless())

@@ -25,7 +25,7 @@ def choose_division(source: Source, wanted: int, enough: int, fitting: Callable[
         fitting: how many requests a run may have whose lengths are divided by a factor, with which it rises.
     """
     least = source.least_factor()
-    most = max(least, mean_answer(source, 1.0) / LEAST_ANSWER_TOKENS)
+    most = max(least, source.mean_answer(1.0) / LEAST_ANSWER_TOKENS)
     factors = sorted({least, *(one for one in FACTORS if one > least)})
     with_gaps = [one for one in factors if one <= most]
     for some, number in ((with_gaps, wanted), (with_gaps[-1:], enough), (factors, enough)):
@@ -35,18 +35,13 @@ def choose_division(source: Source, wanted: int, enough: int, fitting: Callable[
     return factors[-1]
 
 
-def mean_answer(source: Source, factor: float) -> float:
-    """Tokens of an answer on average, with lengths divided by a factor."""
-    return source.with_factor(factor).mean_output_tokens()
-
-
 def division_words(source: Source, factor: float, seconds: int) -> str:
     """That lengths were divided, where they need not have been.
 
     Args:
         seconds: that a search without it would take.
     """
-    mean, least = mean_answer(source, factor), source.least_factor()
+    mean, least = source.mean_answer(factor), source.least_factor()
     short = f" Their answers have {mean:.1f} tokens on average, hardly a gap." if mean < LEAST_ANSWER_TOKENS else ""
     return (
         f"Lengths were divided by {factor:g} for runs to fit into the time: the limit is of such requests.{short} For "

@@ -105,13 +105,10 @@ class Source:
             replace(self, factor=1.0, max_model_len=None)._mixed(NUM_LOOKED_AT, 0)[0], self.max_model_len
         )
 
-    def with_factor(self, factor: float) -> Source:
-        """The same with lengths divided by another factor."""
-        return replace(self, factor=factor)
-
-    def mean_output_tokens(self) -> float:
-        """Of an answer."""
-        return fmean([item.num_output_tokens for item in self._mixed(NUM_LOOKED_AT, 0)[0].items])
+    def mean_answer(self, factor: float) -> float:
+        """Tokens of an answer on average, with lengths divided by a factor."""
+        workload, _ = replace(self, factor=factor)._mixed(NUM_LOOKED_AT, 0)
+        return fmean([item.num_output_tokens for item in workload.items])
 
     def num_cut(self) -> tuple[int, int]:
         """Of how many requests that were looked at how many are longer than the context."""

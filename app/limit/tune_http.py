@@ -130,16 +130,12 @@ def find_tuned(
     except EndpointError as error:
         if ready is None or tuned is None:
             raise
-        # What it had could not be put back.
+        # What it had could not be put back, or what was found not be applied.
         why = ". ".join(filter(None, [tuned.unfinished, str(error).removesuffix(".")]))
         told = _outcome(looking, ready, replace(tuned, unfinished=why), wish, applied=applied)
         if number is not None:
             raise Interrupted(number, told) from None
         return told
-    except CutTuning as cut:
-        assert ready is not None
-        told = _outcome(looking, ready, cut.tuned, wish, applied=False)
-        raise Interrupted(cut.number, told) from None
     except KeyboardInterrupt as key:
         if ready is None or tuned is None:
             raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
+from weakref import ref
 
 import trio
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from app.config_schema import ServerSection
     from engine.handle import GenerationRequest, Handle
 
-# So many more answers are looked after before those that have ended are looked for; they keep what was asked in memory.
+# So many more answers are looked after before those that have ended are looked for.
 _FEW: Final = 16
 
 
@@ -66,11 +67,13 @@ class DeadlineWatch:
     """Ends answers at their deadlines, whether somebody reads them or not.
 
     Who reads an answer cannot do so: while the client takes nothing, its reader waits to hand on the last piece.
+
+    Nothing is kept here that all others have let go of: a handle has the prompt.
     """
 
     def __init__(self) -> None:
         # A heap, the next one first; numbered, so that two of one moment can be told apart.
-        self._open: list[tuple[float, int, Deadlines, Sequence[Handle]]] = []
+        self._open: list[tuple[float, int, Deadlines, list[ref[Handle]]]] = []
         self._numbers = count()
         self._sooner = trio.Event()
         self._most = _FEW
@@ -78,11 +81,11 @@ class DeadlineWatch:
     def add(self, deadlines: Deadlines, handles: Sequence[Handle]) -> None:
         """Look after the choices of one answer until they have ended. Never waits."""
         if len(self._open) >= self._most:
-            self._open = [entry for entry in self._open if not _have_ended(entry[-1])]
+            self._open = [entry for entry in self._open if not _have_ended(_living(entry[-1]))]
             heapify(self._open)
             self._most = len(self._open) + _FEW
         number = next(self._numbers)
-        heappush(self._open, (deadlines.next(handles), number, deadlines, handles))
+        heappush(self._open, (deadlines.next(handles), number, deadlines, list(map(ref, handles))))
         if self._open[0][1] == number:
             self._sooner.set()
         self._enforce()  # it may be over already: to tokenize takes time, too
@@ -97,10 +100,15 @@ class DeadlineWatch:
 
     def _enforce(self) -> None:
         while self._open and self._open[0][0] <= trio.current_time():
-            _, number, deadlines, handles = heappop(self._open)
+            _, number, deadlines, known = heappop(self._open)
+            handles = _living(known)
             deadlines.enforce(handles)
             if not _have_ended(handles):  # it has had its seat in time; the end is still to come
-                heappush(self._open, (deadlines.next(handles), number, deadlines, handles))
+                heappush(self._open, (deadlines.next(handles), number, deadlines, known))
+
+
+def _living(known: Sequence[ref[Handle]]) -> list[Handle]:
+    return [handle for look in known if (handle := look()) is not None]
 
 
 def _have_ended(handles: Sequence[Handle]) -> bool:

@@ -134,7 +134,7 @@ class Http1(H11Protocol):
                 stream_id=STREAM_ID,
                 headers=list(request.headers),
                 http_version=request.http_version.decode(),
-                method=request.method.decode().upper(),
+                method=request.method.decode(),  # names of methods know small and capital letters
                 raw_path=request.target,
                 state=self.connection_state,
             )

@@ -222,7 +222,7 @@ class Http2(H2Protocol):
                 stream_id=stream_id,
                 headers=filter_pseudo_headers(request.headers),
                 http_version="2",
-                method=given[b":method"].decode("latin-1").upper(),
+                method=given[b":method"].decode("latin-1"),
                 raw_path=quote(given.get(b":path", b"/"), safe=string.printable).encode(),
                 state=self.connection_state,
             )

@@ -67,6 +67,14 @@ async def test_a_refusal_to_head_has_no_body(line: str, status: int, caplog: pyt
     assert not caplog.records
 
 
+async def test_a_method_in_small_letters_is_answered_whole(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_server() as server:
+        received = await talk(server, b"head /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"content-length: %d\r\n" % len(body) in head.lower() + b"\r\n"
+    assert not caplog.records
+
+
 async def test_fields_are_counted_before_they_are_taken_apart() -> None:
     async with open_server() as server:
         fits = request("/healthz", headers="a:\r\n" * (MAX_FIELDS - 4) + "Connection: close\r\n")

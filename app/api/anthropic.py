@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field, WithJsonSchema
 
@@ -16,7 +16,7 @@ from app.api.planning import check_model, plan_chat
 from app.api.requests import read_json
 from app.api.schemas import Body, parse_body
 from app.api.tokenize import encode_chat
-from app.api.unsupported import refuse_unsupported
+from app.api.unsupported import chat_fields_at_rest, refuse_unsupported
 from engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -81,13 +81,19 @@ class MessagesBody(ConversationBody):
         None, description="flex is background work, which waits for the interactive; the others are Anthropic's"
     )
     cache_salt: Salt = None
-    at_rest: ClassVar[dict[str, tuple[Any, ...]]] = {
+
+
+_AT_REST: Final = chat_fields_at_rest(
+    MessagesBody,
+    {
         "container": (),
         "context_management": (),
         "mcp_servers": ([],),
         "output_config": ({},),
         "output_format": (),
-    }
+    },
+)
+_CALLED: Final = {"max_completion_tokens": "max_tokens", "reasoning_effort": "thinking", "stop": "stop_sequences"}
 
 
 def plan_messages(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
@@ -97,7 +103,7 @@ def plan_messages(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
         RelevoError: it cannot be served as it stands.
     """
     body = parse_body(MessagesBody, data)
-    refuse_unsupported(data, MessagesBody.at_rest)
+    refuse_unsupported(data, _AT_REST, _CALLED)
     names = _own_names()
     chat = conversation_to_chat(engine, body, names) | {
         "max_tokens": body.max_tokens,

@@ -112,7 +112,7 @@ def _make_requests(
     num_choices = len(prompts) * body.n
     most = engine.limits.max_waiting
     if num_choices > most:
-        message = f"{len(prompts)} prompts with {body.n} choices each are more than the {most} requests that may wait."
+        message = f"This asks for {num_choices} answers at once; no more than {most} may wait here."
         raise InvalidRequestError(message, param="n" if body.n > 1 else "prompt")
     requests: list[GenerationRequest] = []
     for prompt in prompts:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import Field, WithJsonSchema
 
-from app.api import unsupported
 from app.api.bodies import MAX_TOKENS_CEILING
 from app.api.kinds import SERVING, Priority, QueueTimeout, Salt, Tier, Timeout
 from app.api.own_names import OwnNames
 from app.api.planning import plan_chat, tier_of
 from app.api.responses_answer import ResponseEnvelope
 from app.api.schemas import Body, parse_body
+from app.api.unsupported import chat_fields_at_rest, refuse_unsupported
 from engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -85,8 +85,12 @@ class ResponsesBody(Body):
     priority: Priority = 0
     service_tier: Tier = None
     cache_salt: Salt = None
-    # What asks for nothing, of fields that are not supported. At OpenAI `store` is true unless it is said; not here.
-    at_rest: ClassVar[dict[str, tuple[Any, ...]]] = {
+
+
+# At OpenAI `store` is true unless it is said; not here.
+_AT_REST: Final = chat_fields_at_rest(
+    ResponsesBody,
+    {
         "background": (False,),
         "context_management": (),
         "conversation": (),
@@ -95,10 +99,17 @@ class ResponsesBody(Body):
         "moderation": (),
         "previous_response_id": (),
         "prompt": (),
-        "store": (False,),
-        "top_logprobs": (0,),
+        "stream_options": ({}, {"include_obfuscation": False}),
         "truncation": ("disabled",),
-    }
+    },
+)
+_CALLED: Final = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+}
 
 
 def plan_response(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
@@ -108,7 +119,7 @@ def plan_response(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
         RelevoError: it cannot be served as it stands.
     """
     body = parse_body(ResponsesBody, data)
-    unsupported.refuse_unsupported(data, ResponsesBody.at_rest)
+    refuse_unsupported(data, _AT_REST, _CALLED)
     names = OwnNames(_FIELDS, members=_MEMBERS, phrases=_PHRASES)
     chat: dict[str, Any] = {
         "model": body.model,

@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from app.api.bodies import ChatBody
 from engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from app.api.schemas import Body
 
 # Field to the values that ask for nothing. `null` is at rest for every field and is not listed.
 _SHARED: Final[dict[str, tuple[Any, ...]]] = {
@@ -62,16 +65,39 @@ TOKENIZE_CHAT: Final[dict[str, tuple[Any, ...]]] = {
 TOKENIZE_TEXT: Final[dict[str, tuple[Any, ...]]] = {"truncate_prompt_tokens": ()}
 
 
+# Taken from whoever sends them, and nothing is done with them.
+_WITHOUT_EFFECT: Final = ("user", "metadata")
+
+
+def chat_fields_at_rest(body: type[Body], own: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """What a body that becomes a chat cannot say of a chat, and fields of its `own`: each with its values at rest."""
+    taken = {name: _at_rest(field.default) for name, field in ChatBody.model_fields.items()}
+    passing = {*body.model_fields, *_WITHOUT_EFFECT}
+    return {name: rest for name, rest in ({**CHAT, **taken, "store": (False,), **own}).items() if name not in passing}
+
+
+def _at_rest(default: object) -> tuple[Any, ...]:
+    return () if default is None else ([], {}) if default == () else (default,)
+
+
 def _same(value: object, rest: object) -> bool:
     # 1 == True in Python, but `"n": true` and `"logprobs": 0` are not the values at rest.
     return isinstance(value, bool) == isinstance(rest, bool) and value == rest
 
 
-def refuse_unsupported(body: Mapping[str, Any], at_rest: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `InvalidRequestError` for the first field of `body` that asks for an unsupported feature."""
+def refuse_unsupported(
+    body: Mapping[str, Any], at_rest: Mapping[str, tuple[Any, ...]], called: Mapping[str, str] | None = None
+) -> None:
+    """Raise `InvalidRequestError` for the first field of `body` that asks for an unsupported feature.
+
+    Args:
+        called: fields of other routes, and the field that says the same on this one.
+    """
     for name, value in body.items():
         if value is None or name not in at_rest or any(_same(value, rest) for rest in at_rest[name]):
             continue
         accepted = " or ".join(json.dumps(rest) for rest in at_rest[name])
         hint = f"Leave it out or set it to {accepted}." if accepted else "Leave it out."
+        if called and name in called:
+            hint = f"On this route it is {called[name]!r}."
         raise InvalidRequestError(f"{name!r} is not supported here. {hint}", param=name, code="unsupported_parameter")

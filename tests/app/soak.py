@@ -254,6 +254,8 @@ class Soak:
             fits = word in ("503 queue_full", "503 draining", "503 late", "429 rate_limit_exceeded", "429 concurrent")
             if word == "408 timeout":
                 fits, word = "timeout" in ask.body, "timed out"
+            if word == "400 None" and "may wait here" in content:  # so few for a moment
+                fits, word = ask.body.get("n", 1) > 1, "more choices than may wait"
         self._note(ask, word)
         if not fits:
             self.faults.append((ask.number, f"{word}: {content[:300]}"))

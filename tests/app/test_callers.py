@@ -134,6 +134,43 @@ async def test_a_request_says_on_every_route_how_it_is_to_be_served(path: str) -
     assert deadlines_of(at_rest.body, make_settings().server, 0.0).seat == math.inf
 
 
+# What a chat can ask for and the other conversations have no word for, each with something that it asks.
+ASKED_OF_A_CHAT: dict[str, Any] = {
+    "seed": 1, "min_p": 0.1, "logit_bias": {"5": 1}, "n": 2, "stop_token_ids": [5], "min_tokens": 1, "ignore_eos": True,
+    "frequency_penalty": 1.0, "presence_penalty": 1.0, "repetition_penalty": 1.1, "guided_regex": "a", "logprobs": True,
+    "guided_json": {}, "guided_choice": ["a"], "structured_outputs": {"regex": "a"}, "bad_words": ["a"], "store": True,
+    "skip_special_tokens": False, "chat_template": "x", "chat_template_kwargs": {"thinking": True}, "best_of": 2,
+}  # fmt: skip
+AT_REST = {"seed": None, "min_p": 0, "logit_bias": {}, "n": 1, "ignore_eos": False, "stop_token_ids": [], "user": "me"}
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_no_conversation_drops_what_it_cannot_do(path: str) -> None:
+    body = body_for(path, max_tokens=3)
+    async with open_fake_engine() as engine:
+        for name, value in ASKED_OF_A_CHAT.items():
+            with pytest.raises(InvalidRequestError, match="is not supported here") as caught:
+                PLANNERS[path](engine, body | {name: value}, NOBODY)
+            assert caught.value.param == name
+        PLANNERS[path](engine, body | AT_REST | {"nobody_knows_this": 1}, NOBODY)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "own"),
+    [
+        (RESPONSES, "max_tokens", "max_output_tokens"),
+        (RESPONSES, "messages", "input"),
+        (RESPONSES, "response_format", "text"),
+        (MESSAGES, "stop", "stop_sequences"),
+    ],
+)
+async def test_what_is_called_otherwise_elsewhere_is_told(path: str, name: str, own: str) -> None:
+    async with open_fake_engine() as engine:
+        with pytest.raises(InvalidRequestError, match=f"On this route it is '{own}'") as caught:
+            PLANNERS[path](engine, body_for(path, max_tokens=3) | {name: "x"}, NOBODY)
+    assert caught.value.param == name
+
+
 @pytest.mark.parametrize("tier", ["auto", "standard_only"])
 async def test_anthropics_own_tiers_are_ordinary_work(tier: str) -> None:
     body = body_for(MESSAGES, max_tokens=3, service_tier=tier)

@@ -252,7 +252,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seats", type=int, default=16, help="of the server")
     parser.add_argument("--seconds", type=float, default=60.0, help="of too much")
     parser.add_argument("--capacity-seconds", type=float, default=45.0, help="several times what a request takes")
-    parser.add_argument("--lower-seconds", type=float, default=20.0, help="of each of the runs before")
+    parser.add_argument("--lower-seconds", type=float, default=60.0, help="of each of the runs before")
     parser.add_argument("--grace", type=float, default=30.0)
     parser.add_argument("--ttft", type=float, default=2.0)
     parser.add_argument("--itl", type=float, default=0.25)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from quart import Blueprint, Response, request
 
+from app import sse
 from app.assets import static_dir
 from app.drawing import html_response
 from app.errors import ApiError
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from app.http import Context
-
-STREAM_HEADERS: Final = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
 
 
 def pages_blueprint(context: Context) -> Blueprint:
@@ -55,11 +54,7 @@ def pages_blueprint(context: Context) -> Blueprint:
 
     @pages.get("/ops/events")
     async def events() -> Response:
-        frames = telemetry.stream(parse_window(request.args))
-        response = Response(frames, content_type="text/event-stream; charset=utf-8", headers=STREAM_HEADERS)
-        # Quart would cut the stream after its own response timeout.
-        response.timeout = None
-        return response
+        return sse.response(telemetry.stream(parse_window(request.args)))
 
     @pages.get("/ops/stats.json")
     async def stats() -> Response:

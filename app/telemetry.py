@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import trio
 
@@ -25,6 +25,7 @@ from app.render.scene import Scene
 from app.render.table_runs import NUM_STEPS, find_names
 from app.render.templates import make_environment
 from app.render.view import PARTS, WINDOWED
+from app.sse import BYE, HEARTBEAT, text_event
 from engine.timeline import DEFAULT_WINDOW, WINDOWS
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
     from engine.experience import Course
     from engine.request_view import RequestView
 
-HEARTBEAT_SECONDS = 15.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger("relevo.telemetry")
+
+# Between two looks.
+TICK_SECONDS: Final = 1.0
+HEARTBEAT_SECONDS: Final = 15.0
 
 
 class Watched(Protocol):
@@ -63,7 +67,7 @@ class Watched(Protocol):
         """Whether new requests are served, and why not."""
 
 
-class Frame:
+class Frame(NamedTuple):
     """The partials of one tick.
 
     Attributes:
@@ -71,11 +75,8 @@ class Frame:
         parts: HTML by the partial's name. A part that did not change is the same object as in the frame before.
     """
 
-    __slots__ = ("number", "parts")
-
-    def __init__(self, number: int, parts: Mapping[str, str]) -> None:
-        self.number = number
-        self.parts = parts
+    number: int
+    parts: Mapping[str, str]
 
 
 class Telemetry:
@@ -83,7 +84,6 @@ class Telemetry:
 
     Args:
         engine: asked for its snapshot; never awaited.
-        tick_seconds: time between two looks.
         process: what the process adds to the engine's snapshot, such as `loop_lag_seconds`.
         journal: keeps what was seen, and has the events; without one a journal in memory is made.
     """
@@ -91,7 +91,6 @@ class Telemetry:
     def __init__(
         self,
         engine: Watched,
-        tick_seconds: float = 1.0,
         *,
         process: Callable[[], Mapping[str, Any]] | None = None,
         journal: Journal | None = None,
@@ -100,7 +99,6 @@ class Telemetry:
         self._process = process
         self.journal = Journal() if journal is None else journal
         self._recorder = Recorder(self.journal)
-        self.tick_seconds = tick_seconds
         self.histories = {seconds: History(seconds) for seconds in WINDOWS}
         self.num_renders = 0
         self.palette = Palette()
@@ -120,8 +118,8 @@ class Telemetry:
             try:
                 self.tick(trio.current_time())
             except Exception:
-                _log.exception("The live view could not be drawn.")
-            await trio.sleep(self.tick_seconds)
+                log.exception("The live view could not be drawn.")
+            await trio.sleep(TICK_SECONDS)
 
     def tick(self, now: float) -> None:
         """Look at the engine at time `now` (seconds, never decreasing) and wake the watchers."""
@@ -179,11 +177,11 @@ class Telemetry:
                 frame = self.frame(window_seconds)
                 if frame.number == seen.number:
                     if await self._wait_in_silence():
-                        yield b": still here\n\n"
+                        yield HEARTBEAT
                     continue
                 yield self._news(window_seconds, seen, frame)
                 seen = frame
-            yield encode_event("bye", "The server is shutting down.").encode()
+            yield BYE
         finally:
             self._watching[window_seconds] -= 1
 
@@ -192,8 +190,7 @@ class Telemetry:
         key = (window_seconds, seen.number, frame.number)
         if key not in self._encoded:
             fresh = [(name, html) for name, html in frame.parts.items() if seen.parts.get(name) is not html]
-            text = "".join([encode_event(name, html) for name, html in fresh])
-            self._encoded[key] = text.encode() or b": same\n\n"
+            self._encoded[key] = b"".join([text_event(name, html) for name, html in fresh]) or b": same\n\n"
         return self._encoded[key]
 
     def close(self) -> None:
@@ -263,12 +260,6 @@ class Telemetry:
             wall=self.journal.wall(),
             ended=self.engine.requests.finished(MAX_ENDED_ROWS),
         )
-
-
-def encode_event(name: str, text: str) -> str:
-    """One server-sent event; each line of the text gets its own `data:` line."""
-    lines = "".join(f"data: {line}\n" for line in text.splitlines())
-    return f"event: {name}\n{lines or 'data:' + chr(10)}\n"
 
 
 def _in_sight(snapshot: Mapping[str, Any]) -> Iterable[str]:

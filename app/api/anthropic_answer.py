@@ -9,6 +9,7 @@ from quart import Response
 
 from app.api.envelope import Envelope
 from app.api.parts import CallArguments, CallBegun, Text, Thinking, join_parts
+from app.sse import named_event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,12 +31,7 @@ _TYPES: Final = {
     503: "overloaded_error",
 }
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
-
-
-def named_event(value: dict[str, Any]) -> bytes:
-    """An event that bears the name of its data's type."""
-    return f"event: {value['type']}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
+PING: Final = named_event({"type": "ping"})
 
 
 def error_response(error: ErrorAnswer) -> Response:

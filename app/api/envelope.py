@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from app.api.logprobs import ChatWriter, CompletionWriter, Writer
 from app.api.parts import CallArguments, CallBegun, Text, Thinking, join_parts, join_text
-from app.api.sse import DONE, HEARTBEAT, event, extension_json, usage_json
+from app.sse import DONE, HEARTBEAT, event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,7 +138,7 @@ class OpenAIEnvelope(Envelope):
         if not self._with_usage:
             return DONE
         head = self._head(self.chunk_object)
-        return event({**head, "choices": [], "usage": usage_json(usage), "relevo": extension_json(usage)}) + DONE
+        return event({**head, "choices": [], "usage": _usage(usage), "relevo": _extension(usage)}) + DONE
 
     def whole(self, choices: Sequence[Written], usage: Usage) -> dict[str, Any]:
         """The answer in one object."""
@@ -152,7 +152,7 @@ class OpenAIEnvelope(Envelope):
             for choice in choices
         ]
         head = self._head(self.whole_object)
-        return {**head, "choices": shown, "usage": usage_json(usage), "relevo": extension_json(usage)}
+        return {**head, "choices": shown, "usage": _usage(usage), "relevo": _extension(usage)}
 
     @abstractmethod
     def members(self, part: Part) -> str:
@@ -246,3 +246,25 @@ class CompletionEnvelope(OpenAIEnvelope):
     def whole_members(self, choice: Written) -> dict[str, Any]:
         """The text as it is."""
         return {"text": (self.echoes[choice.index] if self.echoes else "") + join_text(choice.parts)}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage` object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _extension(usage: Usage) -> dict[str, Any]:
+    """The `relevo` object of an answer: where its time went. Several choices run side by side: the longest counts."""
+    timing = usage.timing
+    return {
+        "queue_seconds": round(timing.queue_seconds, 6),
+        "prefill_seconds": round(timing.prefill_seconds, 6),
+        "decode_seconds": round(timing.decode_seconds, 6),
+        "cached_tokens": usage.cached_tokens,
+        "preemptions": timing.preemptions,
+    }

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 from quart import Response, g, request
 
-from app.api import sse
+from app import sse
 from app.api.aside import dump_in_pieces, run_aside
 from app.api.deadlines import deadlines_of
-from app.api.errors import ApiError, describe
+from app.api.errors import describe
 from app.api.gathering import TOKEN_SIZE, Choices, Gathering, Whole, size_of, submit_choices
 from app.api.requests import read_json
 from app.call_scope import WRITE_NOW
 from app.endings import this_request
+from app.errors import ApiError
 from app.logs import FIELDS
 from engine.errors import (
     CutError,
@@ -95,14 +96,7 @@ async def respond(generation: Generation) -> Response:
     if not generation.plan.body.stream:
         return await _respond_whole(generation)
     call: dict[str, Any] = request.scope  # type: ignore[assignment]
-    response = Response(
-        EventStream(generation, this_request(), call.get(WRITE_NOW)).run(),
-        content_type=sse.CONTENT_TYPE,
-        headers=sse.HEADERS,
-    )
-    # Quart would cut the stream after its own response timeout; the answer has a deadline.
-    response.timeout = None
-    return response
+    return sse.response(EventStream(generation, this_request(), call.get(WRITE_NOW)).run())
 
 
 async def _accept(generation: Generation) -> None:

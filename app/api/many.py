@@ -18,9 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
-from quart import Response, g, request
+from quart import g, request
 
-from app.api import sse
+from app import sse
 from app.api.deadlines import deadlines_of
 from app.api.errors import describe
 from app.api.gathering import Choices, Gathering, submit_choices
@@ -36,6 +36,8 @@ from engine.errors import InvalidRequestError, RelevoError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from quart import Response
 
     from app.api.deadlines import Deadlines
     from app.api.planning import Plan
@@ -70,10 +72,7 @@ async def answer_many(context: Context) -> Response:
     places: list[Permit] = [*request.scope[PERMITS]]  # type: ignore[typeddict-item]
     for chat in chats:
         chat.submit(context, places.pop() if places else None)
-    response = Response(_stream(chats), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
-    # Quart would cut the stream after its own response timeout; each chat has a deadline.
-    response.timeout = None
-    return response
+    return sse.response(_stream(chats))
 
 
 def plan_many(engine: Engine, data: dict[str, Any], caller: Caller) -> list[Plan]:

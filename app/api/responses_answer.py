@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from app.api.anthropic_answer import named_event
 from app.api.envelope import Envelope
 from app.api.parts import Call, CallArguments, CallBegun, Text, Thinking
+from app.sse import named_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

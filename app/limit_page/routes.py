@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from quart import Blueprint, Response, g, jsonify, redirect, request
 
-from app.api.errors import ApiError
+from app import sse
 from app.api.requests import FORM_TYPE, read_fields, read_json
+from app.errors import ApiError
 from app.limit_page.search import suggestion
 from app.limit_page.view import LimitView
 from app.limit_page.wish import (
@@ -21,7 +22,6 @@ from app.limit_page.wish import (
     parse_form,
     parse_wish,
 )
-from app.pages import STREAM_HEADERS
 from app.render import limit
 from app.render.plain import plain_of
 from app.render.templates import make_environment
@@ -59,10 +59,7 @@ def limit_blueprint(context: Context) -> Blueprint:
     async def events() -> Response:
         # After a break the browser names the last event that had a name: how it has the form.
         busy = request.headers.get("Last-Event-ID", request.args.get("busy", "")) == "1"
-        stream = page.view.stream(busy, context.lifecycle.stopped)
-        response = Response(stream, content_type="text/event-stream; charset=utf-8", headers=STREAM_HEADERS)
-        response.timeout = None
-        return response
+        return sse.response(page.view.stream(busy, context.lifecycle.stopped))
 
     @pages.post("/ops/limit")
     async def start() -> Response | WerkzeugResponse:

@@ -21,7 +21,7 @@ from app.limit_page.wish import (
 from app.render import limit, numbers
 from app.render.plain import plain_of
 from app.render.templates import make_environment
-from app.telemetry import encode_event
+from app.sse import BYE, text_event
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -130,17 +130,17 @@ class LimitView:
         while not closed.is_set():
             changed, parts = self._searches.changed, self.parts()
             moved = [(name, html) for name, html in parts.items() if name != "ask" and seen.get(name) != html]
-            events = [encode_event(name, html) for name, html in moved]
+            events = [text_event(name, html) for name, html in moved]
             if busy != self.is_busy:
                 busy = self.is_busy
-                events.append(f"id: {int(busy)}\n{encode_event('ask', parts['ask'])}")
+                events.append(b"id: %d\n" % busy + text_event("ask", parts["ask"]))
             if events:
-                yield "".join(events).encode()
+                yield b"".join(events)
             seen = parts
             await trio.sleep(LEAST_SECONDS)
             with trio.move_on_after(TICK_SECONDS - LEAST_SECONDS):
                 await changed.wait()
-        yield encode_event("bye", "The server is shutting down.").encode()
+        yield BYE
 
     def _part(self, name: str, key: Any, make: Callable[[], Mapping[str, Any]]) -> str:
         """A part; a fault while drawing it is logged, and costs that part alone."""

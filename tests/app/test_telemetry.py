@@ -10,7 +10,8 @@ import pytest
 import trio
 
 from app.render.view import PARTS
-from app.telemetry import HEARTBEAT_SECONDS, Telemetry, encode_event
+from app.sse import text_event
+from app.telemetry import HEARTBEAT_SECONDS, Telemetry
 from engine.handle import GenerationRequest, TextPrompt
 from tests.fake_snapshot import FakeEngine, watched
 from tests.fakes import open_fake_engine
@@ -221,8 +222,8 @@ async def test_no_part_needs_inline_style_or_script() -> None:
 
 
 def test_an_event_has_one_data_line_a_line() -> None:
-    assert encode_event("a", "x\ny") == "event: a\ndata: x\ndata: y\n\n"
-    assert encode_event("a", "") == "event: a\ndata:\n\n"
+    assert text_event("a", "x\ny") == b"event: a\ndata: x\ndata: y\n\n"
+    assert text_event("a", "") == b"event: a\ndata:\n\n"
 
 
 async def test_many_seats_and_blocks_are_not_much_to_send() -> None:

@@ -15,10 +15,10 @@ from hypercorn.typing import ConnectionState
 from app.api.anthropic_answer import MessageEnvelope
 from app.api.envelope import ChatEnvelope, CompletionEnvelope, Envelope
 from app.api.responses_answer import ResponseEnvelope
-from app.api.sse import HEARTBEAT
 from app.call_scope import WRITE_NOW
 from app.connections import Connection, ConnectionConfig
 from app.logs import FIELDS
+from app.sse import HEARTBEAT
 from tests.app.serving import (
     CHAT,
     COMPLETIONS,

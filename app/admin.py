@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from quart import Blueprint, Response, g, jsonify, redirect, request
 
-from app.api.errors import ApiError
 from app.api.requests import read_fields, read_json
 from app.effects import tell_effects
+from app.errors import ApiError
 from app.live_change import FLUSH, KEYS, parse_change
 from app.live_config import STATE, ChangedMeanwhileError
 from app.preview import look

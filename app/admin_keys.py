@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ConfigDict, Field, ValidationError
 from quart import Blueprint, Response, g, jsonify, redirect, request
 
-from app.api.errors import ApiError
 from app.api.requests import FORM_TYPE, read_fields, read_json
 from app.audit import timestamp
 from app.config_schema import KeyLimits, is_loopback
+from app.errors import ApiError
 from app.render import numbers
 from app.render.keys import LIMIT_TITLES, page_variables
 from app.render.templates import make_environment

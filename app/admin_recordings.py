@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quart import Blueprint, Response, g, redirect, request
 
-from app.api.errors import ApiError
 from app.api.requests import FORM_TYPE, read_fields, read_json
 from app.audit import timestamp
+from app.errors import ApiError
 from app.recording.recorder import DEFAULT_SECONDS, MAX_RECORDINGS, MAX_REQUESTS, MAX_SECONDS
 from app.recording.recording import MAX_BYTES
 from app.render import numbers

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import trio
 from werkzeug.exceptions import HTTPException
 
-from app.api.errors import ApiError, describe
+from app.api.errors import describe
 from app.call_scope import CROWDED, HANDLES, PERMITS, UPLOAD
+from app.errors import ApiError
 from app.request_id import HEADER, choose_request_id
 
 if TYPE_CHECKING:

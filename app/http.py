@@ -22,7 +22,7 @@ from app.api import api_blueprint
 from app.api.anthropic import MESSAGES_URL
 from app.api.anthropic_answer import error_response
 from app.api.deadlines import DeadlineWatch
-from app.api.errors import ApiError, describe
+from app.api.errors import describe
 from app.api.places import take_place
 from app.api.requests import BODIES, BODY_TIMEOUT_SECONDS, Bodies
 from app.assets import templates_dir
@@ -32,6 +32,7 @@ from app.cors import Cors
 from app.docs import docs_blueprint
 from app.drawing import Drawing
 from app.endings import Refusals, this_request
+from app.errors import ApiError
 from app.guard import Guard
 from app.history_pages import history_blueprint
 from app.limit_page.routes import limit_blueprint

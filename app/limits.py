@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from app.api.errors import ApiError
+from app.errors import ApiError
 from app.keys import NO_LIMITS
 
 if TYPE_CHECKING:

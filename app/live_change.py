@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
-from app.api.errors import ApiError
 from app.config import keys
+from app.errors import ApiError
 from engine.batching import POLICIES
 from engine.config import MAX_TARGETS, SWITCHES, live_range
 from engine.policy import ADMISSIONS

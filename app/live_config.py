@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from app.api.errors import ApiError
 from app.audit import MAX_ENTRIES, AuditEntry, make_id, timestamp
+from app.errors import ApiError
 from app.live_change import CHOICES, FLUSH, KEYS, Change, check_value, parse_change, shrink_batch
 from app.preview import look, make_preview
 from engine.config import live_range

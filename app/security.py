@@ -19,8 +19,8 @@ from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from app.api.errors import ApiError
 from app.config import is_loopback
+from app.errors import ApiError
 from app.keys import Digests, Keyring, cookie_for
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quart import Response
 from werkzeug.exceptions import HTTPException
 
-from app.errors import ApiError as ApiError  # the routes have it from here
+from app.errors import ApiError
 from engine.errors import ContextLengthError, RelevoError, RequestError, UnavailableError
 
 if TYPE_CHECKING:

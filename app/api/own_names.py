@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from app.api.errors import ApiError
+from app.errors import ApiError
 from engine.errors import RequestError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import trio
 from quart import current_app, request
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
 
-from app.api.errors import ApiError
 from app.api.schemas import parse_json_object
 from app.call_scope import UPLOAD
+from app.errors import ApiError
 from engine.errors import BusyError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 
-from app.api.errors import ApiError
+from app.errors import ApiError
 from app.limit_page.kept import MAX_KEPT
 from app.limit_page.search import make_brief
 

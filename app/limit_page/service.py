@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import trio
 
-from app.api.errors import ApiError
+from app.errors import ApiError
 from app.limit_page.archive import Archive
 from app.limit_page.child import COMMAND, ChildError, run_child
 from app.limit_page.search import ENDS, Search

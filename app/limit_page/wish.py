@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.api.errors import ApiError
+from app.errors import ApiError
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:

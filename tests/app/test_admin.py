@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from app.api.errors import ApiError
+from app.errors import ApiError
 from app.journal.journal import Journal, open_journal
 from app.journal.store import StoreError
 from app.live_change import OutOfRangeError

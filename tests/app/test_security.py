@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.errors import ApiError
+from app.errors import ApiError
 from app.security import Area, Gate, area_of, is_local, local_path, refuse_cross_site
 from tests.app.serving import CHAT, Server, chat_body, make_settings, open_server
 

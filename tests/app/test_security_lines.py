@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.api.errors import ApiError
+from app.errors import ApiError
 from app.http import create_app
 from app.keys import Keyring
 from app.security import Area, Gate

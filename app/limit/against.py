@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from app.limit.words import interval_words
+from app.limit.words import interval_words, is_at_least
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,14 +65,13 @@ def _by_policy(result: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
 
 
 def _both(now: Mapping[str, Any] | None, then: Mapping[str, Any] | None) -> str:
-    if now is None or then is None:
-        return f"Then: {_words(then)}. Now: {_words(now)}."
+    said = f"Then: {_words(then)}. Now: {_words(now)}."
+    if now is None or then is None or is_at_least(now) or is_at_least(then):
+        return said
     ratio = now["requests_per_second"] / then["requests_per_second"]
-    if now.get("is_at_least") or then.get("is_at_least"):
-        return f"Then: {_words(then)}. Now: {_words(now)}."
     apart = now["low"] > then["high"] or now["high"] < then["low"]
     verdict = "" if apart else "; the intervals overlap, so this may be chance"
-    return f"Then: {_words(then)}. Now: {_words(now)}. That is {ratio:.2f} times{verdict}."
+    return f"{said} That is {ratio:.2f} times{verdict}."
 
 
 def _differ(name: str, result: Mapping[str, Any], older: Mapping[str, Any]) -> bool:
@@ -80,6 +79,4 @@ def _differ(name: str, result: Mapping[str, Any], older: Mapping[str, Any]) -> b
 
 
 def _words(limit: Mapping[str, Any] | None) -> str:
-    if limit is None:
-        return "no limit"
-    return ("at least " if limit.get("is_at_least") else "") + interval_words(limit)
+    return "no limit" if limit is None else interval_words(limit)

@@ -76,16 +76,17 @@ def _tell(report: Reporter, name: str, began: float, options: Options, _gone: in
 
 
 def ratios(main: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float] | None]:
-    """The limit under the main policy over that under each other, `a_over_b`; `None` where one of them has none.
+    """The limit under the main policy over that under each other, `a_over_b`.
 
-    The bounds are those of the intervals that are furthest apart.
+    `None` where one of them has none, or one that is only "at least" so much, with which the ratio may be anything. The
+    bounds are those of the ends that are furthest apart.
     """
     return {f"{main}_over_{name}": _ratio(results[main], other) for name, other in results.items() if name != main}
 
 
 def _ratio(result: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float] | None:
     mine, its = result["limit"], other["limit"]
-    if mine is None or its is None:
+    if mine is None or its is None or mine["is_at_least"] or its["is_at_least"]:
         return None
     name = "requests_per_second"
     return {"estimate": mine[name] / its[name], "low": mine["low"] / its["high"], "high": mine["high"] / its["low"]}

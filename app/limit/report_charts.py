@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from app.limit.runs import MAX_LAG_SHARE
 from app.limit.words import per_second
 from app.render import numbers
-from app.render.curve import Curve, Limit, Point, draw_curve
-from app.render.limit import LATENCIES, verdict_of, verdict_words
+from app.render.curve import Curve, Point, draw_curve
+from app.render.limit import LATENCIES, band_of, verdict_of, verdict_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -109,9 +109,9 @@ def _draw(measure: Measure, result: Result, older: Result | None) -> Chart:
         points=_points(measure, measure.of, result),
         word=measure.word,
         target=measure.target,
-        limit=_limit(result),
+        limit=band_of(result),
         older=_points(measure, measure.of, older) if older is not None else (),
-        older_limit=_limit(older) if older is not None else None,
+        older_limit=band_of(older),
         beside=[_points(measure, other, result) for other in measure.beside],
     )
     return Chart(measure.title, measure.note, draw_curve(curve))
@@ -133,11 +133,6 @@ def _known(of: Callable[[Result], float | None], run: Result) -> float | None:
         return of(run)
     except LookupError:
         return None
-
-
-def _limit(result: Result) -> Limit | None:
-    limit = result["limit"]
-    return None if limit is None else Limit(limit["low"], limit["requests_per_second"], limit["high"])
 
 
 def _seconds(value: float) -> str:

@@ -37,12 +37,17 @@ class Interval(NamedTuple):
     """An estimate, and between what it lies in nine of ten draws.
 
     Of a limit, in requests a second, `low` is of the lowest among the seeds, as the limit itself is, `high` of the
-    highest.
+    highest. Where no run was lost beyond the limit, nobody knows its upper end: `high` is infinite.
     """
 
     estimate: float
     low: float
     high: float
+
+    @property
+    def is_at_least(self) -> bool:
+        """Whether it may be any higher."""
+        return math.isinf(self.high)
 
 
 def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None:
@@ -57,7 +62,8 @@ def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None
         float(np.percentile([least if pair[side] is None else pair[side] for pair in drawn], percent))
         for side, percent in enumerate(INTERVAL)
     )
-    return Interval(estimate, min(low, estimate), max(high, estimate))
+    has_end = any(not run.holds and run.rate > estimate for run in runs)
+    return Interval(estimate, min(low, estimate), max(high, estimate) if has_end else math.inf)
 
 
 def estimate_of(runs: Sequence[Run]) -> float | None:

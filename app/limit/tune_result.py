@@ -5,7 +5,7 @@
  "candidates": [{"control", "value", "settings", "against", "rate", "seed", "requests", "ended_early", "excess",
                  "their_excess", "margin": {"ratio", "low", "high"} or null, "verdict",
                  "beyond": {"rate", "excess"} or null, "limit": {...} or null, "why"}],
- "present":    {"settings", "limit": {"requests_per_second", "low", "high"} or null},
+ "present":    {"settings", "limit": {"requests_per_second", "low", "high": null where it is only "at least"} or null},
  "found":      the same of the best that the search came upon, or null,
  "best":       {"settings", "changes": {name: [present, best]}, "limit"}: the present ones where none is believed in,
  "evidence":   {"believed", "complete": there was time for it, "why", "gain",
@@ -91,8 +91,11 @@ def _standing(standing: Standing) -> dict[str, Any]:
     return {"settings": standing.values, "limit": _limit(standing.limit)}
 
 
-def _limit(limit: Interval | None) -> dict[str, float] | None:
-    return None if limit is None else {"requests_per_second": limit.estimate, "low": limit.low, "high": limit.high}
+def _limit(limit: Interval | None) -> dict[str, float | None] | None:
+    if limit is None:
+        return None
+    high = None if limit.is_at_least else limit.high
+    return {"requests_per_second": limit.estimate, "low": limit.low, "high": high}
 
 
 def _evidence(tuned: Tuned) -> dict[str, Any]:

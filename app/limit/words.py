@@ -143,7 +143,6 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     limit = result["limit"]
     if limit is None:
         return [f"No limit: {result['why']}"]
-    least = "at least " if limit["is_at_least"] else ""
     spread = spread_of(limit)
     between = f" (between {spread[0]} and {spread[1]})" if spread else ""
     broken = f"; beyond it {broken_words(limit['broken_promise'])}" if limit["broken_promise"] else ""
@@ -151,8 +150,7 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     cut = result.get("unfinished")
     begin = f"{cut}. Until then the limit is" if cut else "The limit is"
     lines = [
-        f"{begin} {least}{per_second(limit['requests_per_second'])} requests/s{between}"
-        f"{bound_clause(limit['bound_by'])}{broken}.",
+        f"{begin} {rate_words(limit)} requests/s{between}{bound_clause(limit['bound_by'])}{broken}.",
         *([f"{held[0].upper()}{held[1:]}; the limit is told from all runs together."] if held else []),
         f"Just below it: goodput {limit['goodput']:.2f} requests/s, "
         f"{numbers.rate(limit['output_tokens_per_second'])} tokens/s.",
@@ -164,8 +162,20 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def is_at_least(limit: Mapping[str, Any]) -> bool:
+    """Whether no run was lost beyond it; older results have an upper end there, too, which nobody knows."""
+    return limit["high"] is None or bool(limit.get("is_at_least"))
+
+
+def rate_words(limit: Mapping[str, Any]) -> str:
+    """`7.45`, or `at least 7.45`."""
+    return ("at least " if is_at_least(limit) else "") + per_second(limit["requests_per_second"])
+
+
 def spread_of(limit: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The ends of a limit's interval; `None` where they are the same, as where too little was tried for one."""
+    """The ends of a limit's interval; `None` where one is not known or both are the same, as where little was tried."""
+    if is_at_least(limit):
+        return None
     low, high = per_second(limit["low"]), per_second(limit["high"])
     return None if low == high else (low, high)
 
@@ -173,7 +183,7 @@ def spread_of(limit: Mapping[str, Any]) -> tuple[str, str] | None:
 def interval_words(limit: Mapping[str, Any]) -> str:
     """`7.45 requests/s (7.04 to 8.10)`."""
     spread = spread_of(limit)
-    said = f"{per_second(limit['requests_per_second'])} requests/s"
+    said = f"{rate_words(limit)} requests/s"
     return f"{said} ({spread[0]} to {spread[1]})" if spread else said
 
 
@@ -244,7 +254,7 @@ def policy_rows(result: Mapping[str, Any]) -> list[list[str]]:
         rows.append(
             [
                 name,
-                ("at least " if limit["is_at_least"] else "") + per_second(limit["requests_per_second"]),
+                rate_words(limit),
                 f"{spread[0]} and {spread[1]}" if spread else "-",
                 "-" if limit["users"] is None else f"{limit['users']:.0f}",
                 f"{limit['requests_at_once']:.1f}",

@@ -158,6 +158,7 @@ def make_brief(told: Mapping[str, Any]) -> dict[str, Any]:
     """
     result, asked = told["result"], told["asked"]
     limit = result["limit"] if result is not None else None
+    has_end = limit is not None and limit["high"] is not None and not limit.get("is_at_least")
     return {
         "id": str(told["id"]),
         "began": str(told["began"]),
@@ -169,6 +170,6 @@ def make_brief(told: Mapping[str, Any]) -> dict[str, Any]:
         "runs": len(told["curve"]),
         "requests_per_second": None if limit is None else float(limit["requests_per_second"]),
         "low": None if limit is None else float(limit["low"]),
-        "high": None if limit is None else float(limit["high"]),
+        "high": float(limit["high"]) if limit is not None and has_end else None,
         "bound_by": None if limit is None else str(limit["bound_by"]),
     }

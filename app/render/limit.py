@@ -10,7 +10,15 @@ from app.limit.bounds import bound_title, bound_words
 from app.limit.remarks import NAMES, remarks_on_others
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.tune_words import OVER, ran_out, tune_lines, verdict_lines
-from app.limit.words import bound_clause, broken_words, held_words, interval_words, per_second, spread_of
+from app.limit.words import (
+    bound_clause,
+    broken_words,
+    held_words,
+    interval_words,
+    is_at_least,
+    per_second,
+    spread_of,
+)
 from app.live_change import KEYS
 from app.render import numbers
 from app.render.curve import Curve, Limit, Point, draw_curve
@@ -158,7 +166,7 @@ def curve_variables(told: Mapping[str, Any] | None, older: Mapping[str, Any] | N
         "pictures": pictures,
         "older": None if older is None else _about(older),
         "tried": bool(told["tried"]),
-        "found": _limit(told) is not None,
+        "found": band_of(told["result"]) is not None,
         "trying_rate": told["trying"]["rate"],
     }
 
@@ -261,9 +269,9 @@ def _picture(name: str, title: str, told: Mapping[str, Any], older: Mapping[str,
             word=lambda value: str(numbers.seconds(value)) if value else "0",
             target=target,
             trying=told["trying"]["rate"],
-            limit=_limit(told),
+            limit=band_of(told["result"]),
             older=_points(name, told["tried"] if older is None else older["curve"]),
-            older_limit=_limit(older) if older is not None else None,
+            older_limit=band_of(older["result"]) if older is not None else None,
         )
     )
     promised = f"target {numbers.seconds(target)}" if target else "nothing promised"
@@ -280,9 +288,13 @@ def _points(name: str, runs: Sequence[Mapping[str, Any]]) -> list[Point]:
     return points
 
 
-def _limit(told: Mapping[str, Any]) -> Limit | None:
-    limit = told["result"]["limit"] if told["result"] is not None else None
-    return None if limit is None else Limit(limit["low"], limit["requests_per_second"], limit["high"])
+def band_of(result: Mapping[str, Any] | None) -> Limit | None:
+    """The limit of a result, to be drawn; where nobody knows its upper end, the band ends at the limit itself."""
+    limit = result["limit"] if result is not None else None
+    if limit is None:
+        return None
+    estimate = limit["requests_per_second"]
+    return Limit(limit["low"], estimate, estimate if is_at_least(limit) else limit["high"])
 
 
 def tiles_of(result: Mapping[str, Any], *, thinks: str, priced: str) -> list[Tile]:
@@ -297,7 +309,7 @@ def tiles_of(result: Mapping[str, Any], *, thinks: str, priced: str) -> list[Til
     if limit is not None:
         spread = spread_of(limit)
         between = f"between {spread[0]} and {spread[1]}" if spread else ""
-        notes = filter(None, ["at least" if limit["is_at_least"] else "", between, held_words(limit)])
+        notes = filter(None, ["at least" if is_at_least(limit) else "", between, held_words(limit)])
         broken = limit["broken_promise"]
         speed = numbers.rate(limit["output_tokens_per_second"]).text
         tiles += [

@@ -18,7 +18,7 @@ from app.limit.remarks import why_not
 from app.limit.runs import Promise, Run, Seen
 from app.limit.summary import Outcome, summarize
 from app.limit.telling import tell
-from app.limit.words import lines_of
+from app.limit.words import lines_of, policy_rows
 from engine.config import SloTargets
 
 if TYPE_CHECKING:
@@ -102,6 +102,17 @@ def test_a_policy_without_a_limit_is_told_with_the_reason() -> None:
     result = summarize(replace(found["continuous"], policy="continuous", policies=found), Options(targets=TARGETS))
     assert result["ratio"] == {"continuous_over_static": None}
     assert any(line.split()[:2] == ["static", "none"] and "hold at no rate" in line for line in lines_of(result))
+
+
+def test_a_policy_that_held_at_every_rate_has_no_ratio_and_no_upper_end() -> None:
+    best = outcome_with_limit(5.0)
+    found = {"static": outcome_with_limit(1.0), "continuous": replace(best, runs=best.runs[:1])}
+    result = summarize(replace(found["continuous"], policy="continuous", policies=found), Options(targets=TARGETS))
+    assert result["ratio"] == {"continuous_over_static": None}
+    static, continuous = (cells[:3] + cells[7:8] for cells in policy_rows(result)[1:])
+    assert static[:2] == ["static", "1.01"]
+    assert static[3] == "-"
+    assert continuous == ["continuous", "at least 5.00", "-", "-"]
 
 
 @pytest.mark.slow

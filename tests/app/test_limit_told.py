@@ -31,7 +31,8 @@ from app.limit.scrapes import num_answered
 from app.limit.search import highest_held
 from app.limit.statistics import limit_of
 from app.limit.summary import Outcome, summarize
-from app.limit.words import lines_of
+from app.limit.words import interval_words, lines_of
+from app.limit_page.search import make_brief
 from engine.config import SloTargets
 from engine.errors import ConfigError
 from tests.app.endpoints import open_endpoint
@@ -51,6 +52,7 @@ def run_at(rate: float, share: float, seed: int = 0) -> Run:
     return make_run(rate, seed, ttft=lambda place: 2.0 if place * 0.618 % 1 < share else 0.1)
 
 
+WISH = {"workload": "mooncake", "note": "", "beside_users": False}
 # What a search comes upon by chance: the one in the middle was lost, and the one above it held.
 BY_CHANCE = (run_at(16.0, 0.01), run_at(16.7, 0.02), run_at(17.1, 0.055), run_at(17.4, 0.02), run_at(18.0, 0.20))
 
@@ -279,13 +281,31 @@ def test_what_a_whole_search_takes_is_said_where_there_was_no_time_for_it() -> N
     assert not any("--duration" in remark for remark in cut["remarks"])
 
 
-def test_where_every_rate_held_neither_an_interval_nor_a_bound_is_told() -> None:
-    result = summarize(Outcome({}, SOURCE, None, 20.0, [run_at(16.0, 0.01)], 1.0), Options(targets=TARGETS))
+@pytest.mark.parametrize("lower", [(), (run_at(14.0, 0.01),)])  # two rates tell how fast the misses rise
+def test_where_every_rate_held_neither_an_interval_nor_a_bound_is_told(lower: tuple[Run, ...]) -> None:
+    result = summarize(Outcome({}, SOURCE, None, 20.0, [*lower, run_at(16.0, 0.03)], 1.0), Options(targets=TARGETS))
+    assert (result["limit"]["is_at_least"], result["limit"]["high"]) == (True, None)
     said = "The limit is at least 16.0 requests/s; what bound it is unknown (every rate that was tried held)."
     assert said in lines_of(result)
     assert said in page_of(result)
-    assert "between 16" not in page_of(result)
+    assert "between 1" not in page_of(result)
     assert against_lines(result, result)[-1] == "Then: at least 16.0 requests/s. Now: at least 16.0 requests/s."
+    # A result of an older version has an upper end there, which nobody knows.
+    older = {**result, "limit": {**result["limit"], "high": 18.4}}
+    assert (lines_of(older), page_of(older)) == (lines_of(result), page_of(result))
+    told = {"id": "x", "began": "then", "end": "found", "model": "fake", "curve": [], "asked": WISH}
+    for one in (result, older):
+        brief = make_brief({**told, "result": one})
+        assert (brief["high"], interval_words(brief)) == (None, "at least 16.0 requests/s")
+
+
+def test_a_rate_at_which_the_generator_was_late_is_no_upper_end() -> None:
+    late = make_run(18.0, ttft=lambda _: 0.1, lag=0.2)
+    found = summarize(
+        Outcome({}, SOURCE, None, 20.0, [run_at(14.0, 0.01), run_at(16.0, 0.03), late], 1.0), Options(targets=TARGETS)
+    )
+    assert (found["limit"]["is_at_least"], found["limit"]["high"]) == (True, None)
+    assert any(line.startswith("The limit is at least 16.0 requests/s") for line in lines_of(found))
 
 
 def test_what_is_compared_with_virtual_time_is_told() -> None:

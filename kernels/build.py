@@ -8,6 +8,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ SOURCES = Path(__file__).parent / "native"
 _TUNE = "-mcpu=native" if (platform.system(), platform.machine()) == ("Darwin", "arm64") else "-march=native"
 FLAGS = ("-std=c++20", "-O3", _TUNE, "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
+C_COMPILERS = ("gcc", "clang")
 TIMEOUT_SECONDS = 300
 
 
@@ -123,6 +125,19 @@ def find_compiler() -> list[str]:
         if shutil.which(name):
             return [name]
     raise BuildError("there is no C++ compiler (g++ or clang++)")
+
+
+def what_triton_lacks() -> str | None:
+    """Of what Triton compiles its launches with, in words; `None` where all is there. Looks where Triton does."""
+    if chosen := os.environ.get("CC"):
+        if shutil.which(chosen) is None:
+            return f"$CC is {chosen!r}, and there is no such compiler, which Triton wants"
+    elif not any(map(shutil.which, C_COMPILERS)):
+        return "there is no C compiler, which Triton wants (apt-get install gcc)"
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme has no headers.
+    header = Path(sysconfig.get_path("include", scheme.replace("posix_local", "posix_prefix"))) / "Python.h"
+    return None if header.exists() else f"there is no {header}, which Triton wants (apt-get install python3-dev)"
 
 
 def _fingerprint(compiler: list[str]) -> str:

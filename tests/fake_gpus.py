@@ -64,7 +64,7 @@ class FakeGpus(Gpus):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate too much.")
         self.free -= num_bytes
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, index: int) -> str | None:
         return self.why
 
     def count(self) -> int:

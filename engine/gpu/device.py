@@ -47,7 +47,8 @@ def choose_device(config: EngineConfig, gpus: Gpus) -> Device:
     found = re.fullmatch(r"auto|cuda(?::(\d{1,4}))?", name)
     if found is None:
         raise ConfigError(f"engine.device is {name!r}; it can be auto, cpu, cuda, or cuda:1 for the second GPU.")
-    obstacle = gpus.obstacle()
+    index = int(found[1] or 0)
+    obstacle = gpus.obstacle(index)
     if obstacle is None and name == "auto":
         obstacle = why_not(config)
     if obstacle is not None:
@@ -56,7 +57,7 @@ def choose_device(config: EngineConfig, gpus: Gpus) -> Device:
         raise ConfigError(f"engine.device is {name!r}, but {obstacle}: choose cpu or auto.")
     if unfit := why_not(config):
         raise ConfigError(f"engine.device is {name!r}, but {unfit}: change that, or choose cpu.")
-    index, count = int(found[1] or 0), gpus.count()
+    count = gpus.count()
     if index >= count:
         there = "is one GPU, cuda:0" if count == 1 else f"are {count} GPUs, cuda:0 to cuda:{count - 1}"
         raise ConfigError(f"engine.device is {name!r}, but there {there}.")

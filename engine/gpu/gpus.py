@@ -10,9 +10,10 @@ import torch
 
 from engine.gpu.graphs import Graphs
 from engine.stepper import Runner
+from kernels.build import what_triton_lacks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from engine.gpu.graphs import Replay
     from engine.gpu.runner import GpuRunner
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MIB: Final = 1 << 20
+# The kernels compile for NVIDIA's GPUs from here on; torch's own builds begin earlier.
+LEAST_CAPABILITY: Final = (8, 0)
 
 
 class GpuRunnerLike(Runner, Protocol):
@@ -103,8 +106,8 @@ class CudaRecorder:
 class Gpus:
     """NVIDIA's, and AMD's, which go by the same name in torch."""
 
-    def obstacle(self) -> str | None:
-        """What stands in the way of computing on a GPU, or `None`."""
+    def obstacle(self, index: int) -> str | None:
+        """What stands in the way of computing on a GPU, or `None`; of one that is not there what goes for all."""
         if not torch.cuda.is_available():
             built_for = torch.version.cuda or torch.version.hip
             return f"torch {torch.__version__} " + (
@@ -112,7 +115,11 @@ class Gpus:
             )
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed (pip install triton)"
-        return None
+        if torch.version.hip is None and index < torch.cuda.device_count():
+            capability = torch.cuda.get_device_capability(index)
+            if unfit := unfit_architecture(capability, torch.cuda.get_arch_list()):
+                return f"cuda:{index} is {unfit}"
+        return what_triton_lacks()
 
     def count(self) -> int:
         """How many there are."""
@@ -205,3 +212,22 @@ class Gpus:
         mine, graphs = cast("GpuRunner", runner), Graphs(CudaRecorder())  # by `make_runner`
         graphs.capture(mine, report)
         mine.graphs = graphs
+
+
+def unfit_architecture(capability: tuple[int, int], built_for: Sequence[str]) -> str | None:
+    """Of an NVIDIA GPU for which there are no kernels, or no binary in torch: which it is and why not, in words.
+
+    Args:
+        built_for: as torch tells it. A binary (`sm_86`) runs on later ones of its generation (8.9), and what is not
+            compiled to the end (`compute_90`) on all later ones.
+    """
+    major, minor = capability
+    if capability < LEAST_CAPABILITY:
+        return f"sm_{major}{minor}, and the kernels are for sm_80 and later"
+    if not built_for:
+        return None
+    for kind, number in [name.split("_") for name in built_for if name.startswith(("sm_", "compute_"))]:
+        own = divmod(int(number.rstrip("af")), 10)
+        if own <= capability and (kind == "compute" or own[0] == major):
+            return None
+    return f"sm_{major}{minor}, and torch {torch.__version__} is built for {', '.join(built_for)}"

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -40,6 +40,8 @@ GRAPH_BYTES: Final = 2 * MIB
 CAPTURE_BYTES: Final = 32 * MIB
 # Tokens of prompts: kernels are compiled anew for one number, and for multiples of sixteen.
 PROMPTS: Final = (1, 2, 16, 33)
+# Triton's, by name since it may not be installed: more shared memory than there is, as a rule.
+OUT_OF_RESOURCES: Final = "OutOfResources"
 FLOAT8: Final = torch.float8_e4m3fn
 # The kernels take these two by two, and no fewer than sixteen pairs at a time.
 LEAST_FLOAT8_HEAD: Final = 32
@@ -250,10 +252,16 @@ def _reporting(what: str) -> Callable[[int, int], None]:
 
 @contextmanager
 def _fitting(index: int, what: str, advice: str) -> Iterator[None]:
-    """Turn a lack of memory into a line that says what to do."""
+    """Turn a lack of memory, or a kernel that this device has not the means for, into a line that says what to do."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not lacks_memory(error):
-            raise
-        raise ConfigError(f"The memory of cuda:{index} is too small: {what}; give {advice}.") from error
+    except Exception as error:
+        if lacks_memory(error):
+            raise ConfigError(f"The memory of cuda:{index} is too small: {what}; give {advice}.") from error
+        if type(error).__name__ == OUT_OF_RESOURCES:
+            lack: Any = error
+            raise ConfigError(
+                f"A kernel wants more {lack.name} than cuda:{index} has ({lack.required}, and there are {lack.limit}): "
+                "choose another [model] dtype or [cache] kv_cache_dtype, or --device cpu."
+            ) from error
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.gpu.device import Device, choose_device
-from engine.gpu.gpus import MIB, Gpus
+from engine.gpu.gpus import MIB, Gpus, unfit_architecture
 from engine.machine import machine_facts
 from engine.startup import load_model
 from tests.alone import needs_triton, run_interpreted
@@ -68,10 +69,64 @@ def test_auto_takes_the_processor_where_a_setting_asks_for_what_a_gpu_does_not_c
 
 
 def test_a_machine_without_one_says_what_is_missing() -> None:
-    assert Gpus().obstacle() in (
+    assert Gpus().obstacle(0) in (
         f"torch {torch.__version__} finds no GPU",
         f"torch {torch.__version__} is built for CPUs alone (the README tells of the one for GPUs)",
     )
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "why"),
+    [
+        ((8, 0), ["sm_75", "sm_80", "sm_90"], None),
+        ((8, 9), ["sm_75", "sm_86", "sm_90"], None),
+        ((10, 3), ["sm_90a", "sm_100f"], None),
+        ((12, 0), ["sm_80", "compute_90"], None),
+        ((9, 0), [], None),
+        ((7, 5), ["sm_75", "sm_80"], "sm_75, and the kernels are for sm_80 and later"),
+        ((8, 0), ["sm_86", "sm_90"], f"sm_80, and torch {torch.__version__} is built for sm_86, sm_90"),
+        ((12, 0), ["sm_80", "sm_90"], f"sm_120, and torch {torch.__version__} is built for sm_80, sm_90"),
+    ],
+)
+def test_a_gpu_that_torch_or_the_kernels_are_not_compiled_for_is_none(
+    capability: tuple[int, int], built_for: list[str], why: str | None
+) -> None:
+    assert unfit_architecture(capability, built_for) == why
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What torch tells of a GPU that is there, to be changed."""
+    told: dict[str, Any] = {"get_device_capability": (9, 0), "get_arch_list": ["sm_80", "sm_90"], "device_count": 1}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in told:
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, name=name: told[name])
+    return told
+
+
+@needs_triton
+def test_auto_takes_the_processor_where_a_gpu_is_too_old_or_nothing_can_be_compiled(
+    one_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    header = tmp_path / "Python.h"
+    header.touch()
+    compiler = tmp_path / "gcc"
+    compiler.touch(mode=0o755)
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert Gpus().obstacle(0) is None
+    header.unlink()
+    assert Gpus().obstacle(0) == f"there is no {header}, which Triton wants (apt-get install python3-dev)"
+    compiler.unlink()
+    why = "there is no C compiler, which Triton wants (apt-get install gcc)"
+    assert choose_device(EngineConfig(), Gpus()) == (None, why)
+    with pytest.raises(ConfigError, match=rf"engine\.device is 'cuda', but {re.escape(why)}: choose cpu or auto"):
+        choose_device(EngineConfig(device="cuda"), Gpus())
+    monkeypatch.setenv("CC", "nonesuch")
+    assert Gpus().obstacle(0) == "$CC is 'nonesuch', and there is no such compiler, which Triton wants"
+    one_gpu["get_device_capability"] = (7, 5)
+    assert choose_device(EngineConfig(), Gpus()) == (None, "cuda:0 is sm_75, and the kernels are for sm_80 and later")
 
 
 def test_the_cache_takes_what_is_useful_of_what_weights_steps_and_graphs_leave(
@@ -157,6 +212,22 @@ def test_a_fault_of_another_kind_is_not_taken_for_a_lack_of_memory(config: Engin
     gpus.runner.load = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="illegal memory access"):
         load_model(config, gpus)
+
+
+@needs_triton
+def test_a_kernel_that_wants_more_shared_memory_than_there_is_is_one_clear_line(config: EngineConfig) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    gpus = FakeGpus()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OutOfResources(110_592, 101_376, "shared memory")
+
+    gpus.runner.run_empty = fail  # type: ignore[method-assign]
+    why = "wants more shared memory than cuda:1 has (110592, and there are 101376): choose another [model] dtype"
+    with pytest.raises(ConfigError, match=re.escape(why)) as caught:
+        load_model(config, gpus)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_gpu_without_bfloat16_takes_float16(config: EngineConfig) -> None:

@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(options.json)
     if options.here is not None:
         return run_part(options.here, options, results)
-    if not options.rehearse and (obstacle := Gpus().obstacle()):
+    if not options.rehearse and (obstacle := Gpus().obstacle(0)):
         print(f"{obstacle}: --rehearse goes the whole way without a GPU.", file=sys.stderr)
         return 1
     results.begin()

@@ -62,7 +62,7 @@ class Interpreter(Device):
 class Rehearsal(Gpus):
     """One, whose runner computes at once and has no graphs."""
 
-    def obstacle(self) -> None:
+    def obstacle(self, index: int) -> None:
         return None
 
     def count(self) -> int:

@@ -92,9 +92,8 @@ def add_biases(logits: torch.Tensor, biases: Biases, lines: Biased) -> None:
     """Add to some logits [R, V], in place; no row comes twice."""
     for row, seat, is_early in zip(*[column.tolist() for column in lines], strict=True):
         own = slice(*biases.starts[seat : seat + 2].tolist())
-        values = (biases.early_values if is_early else biases.values)[own].tolist()
-        for token_id, value in zip(biases.token_ids[own].tolist(), values, strict=True):
-            logits[row, token_id] += value
+        values = (biases.early_values if is_early else biases.values)[own]
+        logits[row].index_add_(0, biases.token_ids[own].long(), values)
 
 
 def count_tokens(counts: torch.Tensor, token_ids: torch.Tensor, lines: Penalized) -> None:
@@ -109,11 +108,10 @@ def count_tokens(counts: torch.Tensor, token_ids: torch.Tensor, lines: Penalized
     for seat, num_prompt, num_counted, num_tokens in zip(*columns, strict=True):
         if num_counted == 0:
             counts[seat] = 0
-        for place, token_id in enumerate(token_ids[seat, num_counted:num_tokens].tolist(), start=num_counted):
-            if place < num_prompt:
-                counts[seat, token_id] |= PROMPT
-            else:
-                counts[seat, token_id] += 1
+        own = token_ids[seat, :num_tokens].long()
+        counts[seat, own[num_counted:num_prompt]] |= PROMPT
+        answer = own[max(num_counted, num_prompt) :]
+        counts[seat].index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
 
 def penalize(logits: torch.Tensor, counts: torch.Tensor, lines: Penalized) -> None:
@@ -126,11 +124,11 @@ def penalize(logits: torch.Tensor, counts: torch.Tensor, lines: Penalized) -> No
     """
     columns = (lines.rows.tolist(), lines.seats.tolist(), lines.penalties.tolist())
     for row, seat, (repetition, frequency, presence) in zip(*columns, strict=True):
-        for token_id in counts[seat].nonzero().flatten().tolist():
-            value = float(logits[row, token_id])
-            value = value / repetition if value > 0 else value * repetition
-            count = int(counts[seat, token_id]) & (PROMPT - 1)
-            logits[row, token_id] = value - frequency * count - presence * (count > 0)
+        there = counts[seat].nonzero().flatten()
+        count = (counts[seat, there] & (PROMPT - 1)).double()
+        values = logits[row, there].double()
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits[row, there] = (values - frequency * count - presence * (count > 0)).float()
 
 
 def top_logprobs(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: Logprobs) -> None:
@@ -143,12 +141,12 @@ def top_logprobs(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: Lo
         out: of T rows; `drawn` is left.
     """
     for line, row in enumerate(rows.tolist()):
-        values = logits[row].double().cpu().numpy()
-        norm = values.max() + math.log(np.exp(values - values.max()).sum())
-        order = np.lexsort((np.arange(len(values)), -values))[:num_top]
+        values = logits[row].double()
+        norm = values.max() + (values - values.max()).exp().sum().log()
+        order = values.sort(descending=True, stable=True).indices[:num_top]
         out.norms[line] = norm
-        out.logprobs[line, : len(order)] = torch.from_numpy(values[order] - norm)
-        out.token_ids[line, : len(order)] = torch.from_numpy(order)
+        out.logprobs[line, : len(order)] = values[order] - norm
+        out.token_ids[line, : len(order)] = order
 
 
 def drawn_logprobs(

@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels import reference
-from kernels.bench.cases import TOLERANCE, Case, Work, assert_close, num_multiprocessors
+from kernels.bench.cases import LEAST_TOLERANCE, TOLERANCE, Case, Work, assert_close, num_multiprocessors
 from kernels.gpu.attention import Tiles, make_segments, num_segments, paged_attention
 from kernels.paged_attention import AttentionRows
 
-# A device's powers of two, and products of float32 in three parts.
-LEAST_TOLERANCE = 1e-4
 FLOAT8 = torch.float8_e4m3fn
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", FLOAT8: "fp8"}
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Relative and absolute, for numbers of about one: sums in another order, and results rounded to the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# The same of what a device makes by powers of two, and by products of float32 in three parts.
+LEAST_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)

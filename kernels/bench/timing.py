@@ -20,6 +20,8 @@ LAUNCHES = 20
 # So many times the second-level cache are the operands that take turns.
 CACHE_TURNS = 4
 MAX_COPIES = 64
+# They take so much memory together, or are one set: there is room for it on a card of 16 GB.
+MAX_COPIES_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,16 @@ class Timing:
 
     Attributes:
         seconds: of one launch.
-        rival_seconds: of torch's own way, where there is one.
+        rival_seconds: of torch's own way, where there is one and it works.
         num_bytes, flops: as in `Work`.
+        rival_failed: why there is no time of torch's own way, which there is.
     """
 
     seconds: float
     rival_seconds: float | None
     num_bytes: int
     flops: int
+    rival_failed: str = ""
 
 
 def time_launches(launches: Sequence[Callable[[], object]]) -> float:
@@ -121,22 +125,46 @@ class Device:
         """As `measure_rates`."""
         return measure_rates(self.torch_device)
 
+    def allocated_bytes(self) -> int:
+        """Of all tensors that there are."""
+        return torch.cuda.memory_allocated(self.torch_device)
+
     def release(self) -> None:
-        """Give back memory that nothing lies in any more."""
+        """Give back memory that nothing lies in any more.
+
+        Raises:
+            RuntimeError: what was launched before broke the device for this process.
+        """
+        torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
 
 
 def time_case(case: Case, device: Device) -> Timing:
     """Check it, then time it, on so many sets of operands that none is still in a cache when its turn comes.
 
+    Of small ones, and of those that are a small part of what is read from, there are fewer, and the cache has them.
+
     Raises:
         AssertionError: it is not what the plain version gives.
     """
+    before = device.allocated_bytes()
     first = case.make(device.torch_device)
+    room = max(1, device.allocated_bytes() - before)
     first.check()
     device.release()  # of the plain version's large intermediate results
-    copies = min(MAX_COPIES, -(-CACHE_TURNS * device.cache_bytes() // max(1, first.num_bytes)))
+    wanted = -(-CACHE_TURNS * device.cache_bytes() // max(1, first.num_bytes))
+    copies = max(1, min(MAX_COPIES, wanted, MAX_COPIES_BYTES // room))
     works = [first, *(case.make(device.torch_device) for _ in range(copies - 1))]
     seconds = device.time([work.run for work in works])
     rivals = [work.rival for work in works if work.rival]
-    return Timing(seconds, device.time(rivals) if rivals else None, first.num_bytes, first.flops)
+    try:
+        rival_seconds, why = device.time(rivals) if rivals else None, ""
+    except Exception as error:  # whatever it is, our own figure is none the worse for it
+        rival_seconds, why = None, told(error)
+    return Timing(seconds, rival_seconds, first.num_bytes, first.flops, why)
+
+
+def told(error: Exception) -> str:
+    """An error in one line."""
+    why = "WRONG" if isinstance(error, AssertionError) else type(error).__name__
+    return f"{why}: {' '.join(str(error).split())}"

@@ -15,8 +15,8 @@ import torch
 
 from kernels.bench.__main__ import write_figures
 from kernels.bench.cases import Case, Work
-from kernels.bench.running import HEAD, row_of, run_on_device
-from kernels.bench.timing import MAX_COPIES, Device, Rates, Timing, time_case
+from kernels.bench.running import HEAD, row_of, run_on_device, settle
+from kernels.bench.timing import MAX_COPIES, MAX_COPIES_BYTES, Device, Rates, Timing, time_case
 from tests.bench.gpu.__main__ import Results, main
 from tests.bench.gpu.generate import Missing, compare, table
 
@@ -28,13 +28,17 @@ RATES = Rates(copy=4e12, multiply=8e14)
 
 
 class MadeUp(Device):
-    """Launches on the processor, and tells times that are made up: a microsecond for each launch."""
+    """Launches on the processor, and tells times that are made up: a microsecond for each launch.
+
+    It breaks for the rest of the process when a case has failed so.
+    """
 
     def __init__(self, arch: int = 90) -> None:
         super().__init__(torch.device("cpu"))
         self.arch = arch
         self.timed: list[int] = []
-        self.num_released = 0
+        self.num_released = self.allocated = 0
+        self.broken = False
 
     def describe(self) -> str:
         return "Imaginary 1"
@@ -54,20 +58,36 @@ class MadeUp(Device):
     def rates(self) -> Rates:
         return RATES
 
+    def allocated_bytes(self) -> int:
+        return self.allocated
+
     def release(self) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.num_released += 1
 
 
 class Adder:
-    """A kernel that counts. `why` is `wrong` where its results are, `fails` where its launch does."""
+    """A kernel that counts. `why` is `wrong` where its results are, `fails` where its launch does.
 
-    def __init__(self, num_bytes: int, *, flops: int = 0, rival: bool = False, why: str = "") -> None:
-        self.num_bytes, self.flops, self.rival, self.why = num_bytes, flops, rival, why
+    Args:
+        breaks: the device that is broken for the process when it was launched.
+        takes: a device on which its operands take so many bytes.
+    """
+
+    def __init__(
+        self, num_bytes: int, *, flops: int = 0, rival: bool = False, why: str = "", breaks: MadeUp | None = None,
+        takes: tuple[MadeUp, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.num_bytes, self.flops, self.rival, self.why, self.breaks = num_bytes, flops, rival, why, breaks
+        self.takes = takes
         self.made = self.checked = 0
 
     def make(self, device: torch.device) -> Work:
         assert device.type == "cpu"
         self.made += 1
+        if self.takes is not None:
+            self.takes[0].allocated += self.takes[1]
         total = torch.zeros(1)
 
         def check() -> None:
@@ -76,11 +96,18 @@ class Adder:
                 raise AssertionError("1 is not\n  2")
 
         def run() -> torch.Tensor:
+            if self.breaks is not None:
+                self.breaks.broken = True
             if self.why == "fails":
                 raise RuntimeError("an illegal\nmemory access")
             return total.add_(1)
 
-        return Work(run, check, self.num_bytes, self.flops, total.clone if self.rival else None)
+        def rival() -> torch.Tensor:
+            if self.why == "rival fails":
+                raise torch.OutOfMemoryError("CUDA out of memory.\nTried")
+            return total.clone()
+
+        return Work(run, check, self.num_bytes, self.flops, rival if self.rival else None)
 
     def case(self, kernel: str, least_arch: int = 80) -> Case:
         return Case(kernel, f"{self.num_bytes} bytes", self.make, least_arch)
@@ -104,6 +131,58 @@ def test_operands_take_turns_until_they_are_four_times_the_cache(num_bytes: int,
     assert device.num_released, "the plain version's memory was kept"
 
 
+def test_operands_that_lie_in_much_more_than_they_read_are_fewer() -> None:
+    device = MadeUp()
+    adder = Adder(1, takes=(device, MAX_COPIES_BYTES // 3))
+    time_case(adder.case("rows"), device)
+    assert adder.made == 3
+    vast = Adder(1, takes=(device, 2 * MAX_COPIES_BYTES))
+    time_case(vast.case("rows"), device)
+    assert vast.made == 1
+
+
+def test_what_torch_cannot_do_costs_no_figure_of_our_own(capsys: pytest.CaptureFixture[str]) -> None:
+    kept: list[dict[str, Any]] = []
+    assert run_on_device([Adder(4000, rival=True, why="rival fails").case("add")], MadeUp(), kept.append) == 0
+    (row,) = kept[-1]["rows"]
+    why = "OutOfMemoryError: CUDA out of memory. Tried"
+    assert (row["seconds"], row["rival_seconds"], row["rival_failed"]) == (1e-6, None, why)
+    assert capsys.readouterr().out.splitlines()[-1] == f"| add | 4000 bytes | 1.0 | 0.0 | 0% |  |  | {why} |"
+
+
+def test_what_breaks_the_device_costs_its_own_figure_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    first, last, device = Adder(4000), Adder(4000), MadeUp()
+    cases = [
+        first.case("add"), Adder(8000, why="fails", breaks=device).case("add"),
+        Adder(4000, breaks=device).case("mul"), last.case("pow"),
+    ]  # fmt: skip
+    kept: list[dict[str, Any]] = []
+
+    def run(device: MadeUp) -> int:
+        before = deepcopy(kept[-1]) if kept else None
+        return run_on_device(cases, device, lambda figures: kept.append(deepcopy(figures)), before)
+
+    assert run(device) == 1
+    assert (len(kept[-1]["rows"]), kept[-1]["under_way"]["shape"]) == (1, "8000 bytes")
+    assert settle(kept[-1], "nothing to tell"), "there is more to do"
+    assert "The device computes nothing more in this process" in capsys.readouterr().out
+    device.broken = False  # as in a new process
+    assert run(device) == 1
+    assert [row["kernel"] for row in kept[-1]["rows"]] == ["add", "mul"], "a figure was lost with the device"
+    assert run(MadeUp()) == 1
+    assert not settle(kept[-1], "nothing to tell")
+    assert [row["kernel"] for row in kept[-1]["rows"]] == ["add", "mul", "pow"]
+    assert [failure["why"] for failure in kept[-1]["failed"]] == ["RuntimeError: an illegal memory access"]
+    assert (first.checked, last.checked) == (1, 1), "what was done is not done again"
+
+
+def test_the_case_that_a_process_ended_in_has_failed() -> None:
+    figures = {"rows": [{"kernel": "add", "shape": "1", "seconds": 1.0}], "failed": [], "under_way": {}}
+    figures["under_way"] = {"kernel": "add", "shape": "2"}
+    assert settle(figures, "failed, exit code -11")
+    assert figures["failed"] == [{"kernel": "add", "shape": "2", "why": "failed, exit code -11"}]
+
+
 def test_what_is_wrong_or_fails_is_told_and_the_others_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     late = Adder(4000)
     cases = [
@@ -116,12 +195,18 @@ def test_what_is_wrong_or_fails_is_told_and_the_others_are_timed(capsys: pytest.
     kept: list[dict[str, Any]] = []
     assert run_on_device(cases, MadeUp(), lambda figures: kept.append(deepcopy(figures))) == 2
     assert not late.made, "what the device lacks was asked for"
-    assert [(len(each["rows"]), len(each["failed"])) for each in kept] == [(1, 0), (1, 1), (1, 2), (2, 2)]
+    counts = [(len(each["rows"]), len(each["failed"])) for each in kept]
+    assert list(dict.fromkeys(counts)) == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 2)]
+    assert [each["under_way"]["shape"] for each in kept[:-1:2]] == [
+        "4000 bytes", "4000 bytes", "8000 bytes", "4000 bytes",
+    ]  # fmt: skip
+    assert "under_way" not in kept[-1], "all is done"
     assert [failure["why"] for failure in kept[-1]["failed"]] == [
         "WRONG: 1 is not 2", "RuntimeError: an illegal memory access",
     ]  # fmt: skip
     assert kept[-1]["rows"][1] == {
         "kernel": "mul", "shape": "4000 bytes", "seconds": 1e-6, "rival_seconds": None, "num_bytes": 4000, "flops": 0,
+        "rival_failed": "",
     }  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Imaginary 1"
@@ -182,6 +267,29 @@ def test_what_takes_too_long_or_fails_is_told_and_costs_no_figures(tmp_path: Pat
     results.keep("ended", "kernels", "done in 1 s")
     assert results.read()["parts"] == {"kernels": {"rows": [1]}}
     assert results.read()["ended"] == {"steps": "cut short after 0.01 s", "kernels": "done in 1 s"}
+
+
+def test_behind_a_process_that_a_kernel_broke_goes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "gpu.json"
+    results, ran = Results(target), list[str]()
+
+    def run(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        part = command[-1]
+        ran.append(part)
+        if len(ran) == 3:  # all is done
+            figures = results.of("kernels")
+            del figures["under_way"]
+            results.keep("parts", "kernels", figures)
+            return subprocess.CompletedProcess(command, 1)
+        before = results.of("kernels") or {"rows": [], "failed": []}
+        results.keep("parts", "kernels", before | {"under_way": {"kernel": "add", "shape": str(len(ran))}})
+        return subprocess.CompletedProcess(command, -11)
+
+    monkeypatch.setattr("tests.bench.gpu.__main__.subprocess.run", run)
+    assert main(["--json", str(target), "--rehearse", "--only", "first-kernels"]) == 1
+    assert ran == ["first-kernels"] * 3
+    assert [failure["shape"] for failure in results.of("kernels")["failed"]] == ["1", "2"]
+    assert results.read()["ended"] == {"first-kernels": "failed, exit code 1"}
 
 
 @pytest.mark.slow

@@ -3,6 +3,10 @@
 Each change holds for a time that it brings with it (`ttl_seconds`): where this process is killed, the server goes back
 by itself. Each asks for the generation that was seen last (`if_generation`), and bears a mark in its reason: where
 somebody else has changed something, that is noticed, it is all over, and only what bears the mark is taken back.
+
+A change waits in the server for the end of a step, whoever has left meanwhile. So where no answer came to the last one,
+that it does not hold says nothing: it may yet. Changes are made one after the other, so the own values are asked for
+behind it; once it has been made, they are refused, as another generation holds, and it is found and taken back.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from app.limit.endpoint import EndpointError
 from app.limit.interrupted import uninterrupted
 from app.limit.tune_admin import ChangedError
+from app.limit.tune_candidates import RefusedError
 from app.limit.tune_controls import SEATS
 
 if TYPE_CHECKING:
@@ -64,8 +69,8 @@ class LiveSettings:
         self._batch = int(effective.get(BATCH, 0))
         self._generation = int(self.view["generation"])
         self._held: Values = dict(self.own)
-        self._until = 0.0
-        self._has_changed = False
+        self._until = self._asked_until = 0.0  # of the last change that was answered, and of the last one
+        self._has_changed = self._is_unanswered = False
 
     def hold(self, values: Values, seconds: float) -> None:
         """Have these hold for so long at least, and wait until those who must end for it have.
@@ -81,9 +86,10 @@ class LiveSettings:
             return
         back = {name: self.own[name] for name, held in self._held.items() if held != self.own[name]}
         ttl = max(MIN_TTL_SECONDS, TTL_RATIO * seconds)
-        asked = self._now()
+        until = self._now() + ttl
+        self._asked_until = max(until, self._until)
         answer = self._change({**back, **away}, ttl_seconds=ttl)
-        self._held, self._until = dict(values), asked + ttl
+        self._held, self._until = dict(values), until
         self._wait_for_drain(answer)
 
     def check(self) -> None:
@@ -92,11 +98,12 @@ class LiveSettings:
 
     def apply(self, values: Values) -> None:
         """Have these hold for good."""
+        self._asked_until = math.inf
         self._change({**self._held, **values})
         self._held = dict(self.own)
 
     def restore(self) -> None:
-        """Bring back what was there: whatever bears the mark and would go back by itself in time.
+        """Bring back what was there: whatever bears the mark and would go back by itself in time, or was not answered.
 
         Raises:
             EndpointError: that cannot be done; the server goes back by itself.
@@ -106,37 +113,52 @@ class LiveSettings:
         for attempt in range(RESTORE_TRIES):
             try:
                 view = self._admin.show()
-                mine = self._mine(view["reverts"]) if view["reverts"] else {}
-                if mine:
+                if back := self._back(view):
                     reason = f"{self._mark}: as before"
-                    self._admin.change({**mine, "reason": reason, "if_generation": view["generation"]})
+                    self._admin.change({**back, "reason": reason, "if_generation": view["generation"]})
                 return
             except EndpointError as error:
                 if attempt == RESTORE_TRIES - 1:
-                    left = max(0.0, self._until - self._now())
-                    raise EndpointError(
-                        f"The settings could not be put back; the server does so by itself within {left:.0f} s. {error}"
-                    ) from error
+                    raise EndpointError(f"The settings could not be put back; {self._what_comes()}. {error}") from error
                 self._sleep(RESTORE_PAUSE_SECONDS)
 
-    def _mine(self, reverts: Mapping[str, Mapping[str, Any]]) -> Values:
-        """What to go back to, of those settings that were changed last from here."""
+    def _back(self, view: Mapping[str, Any]) -> Values:
+        """What to ask for so that everything is as before: nothing of what somebody else has changed."""
+        effective, reverts = view["effective"], view["reverts"]
+        own = {**self.own, **({BATCH: self._batch} if self._batch and SEATS in self.own else {})}
+        if self._is_unanswered and view["generation"] == self._generation:
+            return own  # the last change may stand in the queue
+        if not reverts and not self._is_unanswered:
+            return {}
         changed_by: dict[str, str] = {}
         for entry in self._admin.history():
             for name in entry["changes"]:
                 changed_by[name] = entry["reason"] or ""
-        return {name: plan["to"] for name, plan in reverts.items() if self._mark in changed_by.get(name, "")}
+        mine = [name for name, reason in changed_by.items() if self._mark in reason]
+        back: Values = {name: plan["to"] for name, plan in reverts.items() if name in mine}
+        if self._is_unanswered:  # it may be one that was to hold for good
+            back = {name: own[name] for name in mine if name in own and effective[name] != own[name]} | back
+        return back
+
+    def _what_comes(self) -> str:
+        if self._is_unanswered and math.isinf(self._asked_until):
+            return "whether those that were found come to hold for good is not known"
+        until = self._asked_until if self._is_unanswered else self._until
+        return f"the server does so by itself within {max(0.0, until - self._now()):.0f} s"
 
     def _change(self, values: Values, **more: Any) -> dict[str, Any]:
         seats = int(values.get(SEATS, self._held.get(SEATS, self._batch)))
         batch = {BATCH: min(self._batch, seats)} if self._batch and SEATS in values else {}
         body = {**values, **batch, **more, "reason": self._mark, "if_generation": self._generation}
-        self._has_changed = True
+        self._has_changed = self._is_unanswered = True
         try:
             answer = self._admin.change(body)
-        except ChangedError:
-            self._compare(self._admin.show())
+        except (RefusedError, ChangedError) as error:
+            self._is_unanswered = False
+            if isinstance(error, ChangedError):
+                self._compare(self._admin.show())
             raise
+        self._is_unanswered = False
         self._generation = int(answer["generation"])
         return answer
 

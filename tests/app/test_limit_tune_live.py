@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from app.limit.endpoint import Endpoint
+    from engine.config import Limits
+
 NAMES = (SEATS, BUDGET, POLICY)
 OWN: Values = {SEATS: 16, BUDGET: 128, POLICY: "continuous"}
 TOKEN = "right-token-of-the-admin"
@@ -48,7 +54,8 @@ class FakeAdmin:
     """A server's live settings, with everything that was asked of them.
 
     Attributes:
-        interrupt: at the call of that number, before or after it has had its effect, what is raised.
+        interrupt: at the call of that number, before or after it has had its effect, what is raised. A change can also
+            have its effect `later`: after `delay` calls more, and before the next change in any case.
         patches: all bodies that were taken.
     """
 
@@ -60,6 +67,8 @@ class FakeAdmin:
         self.patches: list[dict[str, Any]] = []
         self.num_calls = 0
         self.interrupt: tuple[int, str, BaseException] = (0, "before", KeyboardInterrupt())
+        self.delay, self._due = math.inf, math.inf
+        self._ordered: list[dict[str, Any]] = []
         self.drains = 0
 
     def show(self) -> dict[str, Any]:
@@ -69,7 +78,14 @@ class FakeAdmin:
         return self._call(lambda: list(self.audit))
 
     def change(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._call(partial(self._change, dict(body), "127.0.0.1"))
+        return self._call(partial(self._make, dict(body)), dict(body))
+
+    def settle(self) -> None:
+        """A step has ended: what was ordered is made."""
+        ordered, self._ordered, self._due = self._ordered, [], math.inf
+        for body in ordered:
+            with suppress(ChangedError):
+                self._change(body, "127.0.0.1")
 
     def by_admin(self, **body: Any) -> None:
         """Somebody else's change."""
@@ -85,10 +101,19 @@ class FakeAdmin:
         values = {name: plan["to"] for name, plan in self.reverts.items()}
         self._change({**values, "reason": "the time given to the change is over"}, "ttl")
 
-    def _call(self, do: Callable[[], Any]) -> Any:
+    def _make(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.settle()
+        return self._change(body, "127.0.0.1")
+
+    def _call(self, do: Callable[[], Any], order: dict[str, Any] | None = None) -> Any:
         self.num_calls += 1
+        if self.num_calls >= self._due:
+            self.settle()
         number, when, error = self.interrupt
-        if number == self.num_calls and when == "before":
+        if number == self.num_calls and when == "later" and order is not None:
+            self._ordered.append(order)
+            self._due = self.num_calls + self.delay
+        if number == self.num_calls and when != "after":
             raise error
         answer = do()
         if number == self.num_calls and when == "after":
@@ -173,6 +198,78 @@ def test_it_is_there_again_wherever_it_is_interrupted(when: str, error: BaseExce
         with pytest.raises(type(error)):
             session(admin)
         assert holds(admin), number
+
+
+HANGS = EndpointError("The engine does not answer; the change is made, and written down, when it does.")
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3, math.inf])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), HANGS], ids=["key", "hangs"])
+def test_it_is_there_again_although_a_change_is_made_after_all_that_nobody_waits_for(
+    delay: float, error: BaseException
+) -> None:
+    counted = FakeAdmin()
+    session(counted)
+    for number in range(1, counted.num_calls + 1):
+        admin = FakeAdmin()
+        admin.delay = delay
+        admin.interrupt = (number, "later", error)
+        with suppress(KeyboardInterrupt, EndpointError):
+            session(admin)
+        admin.settle()
+        assert holds(admin), number
+
+
+@pytest.mark.parametrize("when", ["before", "later", "after"])
+def test_what_was_to_hold_for_good_does_so_or_not_at_all(when: str) -> None:
+    counted = FakeAdmin()
+    session(counted, lambda live: live.apply(OTHER))
+    for number in range(1, counted.num_calls + 1):
+        admin = FakeAdmin()
+        admin.interrupt = (number, when, HANGS)
+        kept = OTHER
+        try:
+            session(admin, lambda live: live.apply(OTHER))
+        except EndpointError:
+            kept = OWN
+        admin.settle()
+        assert {name: admin.effective[name] for name in OWN} == kept, number
+        assert not admin.reverts
+
+
+def test_what_somebody_else_changed_is_left_alone_beside_a_change_that_nobody_waited_for() -> None:
+    """It is refused when its turn comes, as theirs has come before it."""
+    admin = FakeAdmin()
+
+    def change(live: LiveSettings) -> None:
+        admin.interrupt = (admin.num_calls + 1, "later", HANGS)
+        admin.by_admin(**{BUDGET: 256})
+        live.hold(OTHER, 10)
+
+    with pytest.raises(EndpointError, match="does not answer"):
+        session(admin, change)
+    admin.settle()
+    assert {name: admin.effective[name] for name in OWN} == {**OWN, BUDGET: 256}
+    assert not admin.reverts
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (lambda live: live.hold(OTHER, 90), "by itself within 180 s. The engine does not answer"),
+        (lambda live: live.apply(OTHER), "whether those that were found come to hold for good is not known. The"),
+    ],
+)
+def test_where_no_change_is_answered_it_is_said_what_may_come(
+    what: Callable[[LiveSettings], object], said: str
+) -> None:
+    admin = FakeAdmin()
+
+    def hang(_body: object) -> dict[str, Any]:
+        raise HANGS
+
+    with pytest.raises(EndpointError, match=said):
+        session(admin, lambda live: (setattr(admin, "change", hang), what(live)))
 
 
 def test_it_is_there_again_when_one_change_is_refused() -> None:
@@ -437,6 +534,64 @@ async def test_a_real_server_changes_goes_back_and_tells_of_others(is_lent: bool
         assert limits.max_waiting == 99
         view = (await server.client.get("/admin/config", headers={"Authorization": f"Bearer {TOKEN}"})).json()
         assert view["reverts"] == {}
+
+
+class Leaving(HttpAdmin):
+    """Somebody who leaves while a change is waited for.
+
+    Args:
+        wait: until the server has the change.
+    """
+
+    def __init__(self, endpoint: Endpoint, wait: Callable[[], object]) -> None:
+        super().__init__(endpoint)
+        self._wait = wait
+        self.sender: threading.Thread | None = None
+
+    def change(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if self.sender is not None:
+            return super().change(body)
+        self.sender = threading.Thread(target=super().change, args=(body,))
+        self.sender.start()
+        self._wait()
+        raise KeyboardInterrupt
+
+
+async def test_a_real_server_is_as_it_was_when_somebody_left_before_the_step_was_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_server(limits={"max_num_seqs": 16, "capacity_num_seqs": 64}) as server:
+        set_limits = server.engine.set_limits
+        has_come, is_over, has_left = trio.Event(), trio.Event(), trio.Event()
+
+        async def late(*args: Any, **more: Any) -> Limits:
+            has_come.set()
+            await is_over.wait()
+            return await set_limits(*args, **more)
+
+        monkeypatch.setattr(server.engine, "set_limits", late)
+        endpoint = await trio.to_thread.run_sync(partial(find_endpoint, server.url, "chat"))
+        admin = Leaving(endpoint, partial(trio.from_thread.run, has_come.wait))
+
+        def work() -> None:
+            settings = open_settings(admin, [SEATS], sleep=lambda _seconds: time.sleep(0.01))
+            with pytest.raises(KeyboardInterrupt), settings as live:
+                live.hold({SEATS: 32}, 10)
+
+        async def tune() -> None:
+            await trio.to_thread.run_sync(work)
+            has_left.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tune)
+            await has_come.wait()
+            with trio.move_on_after(0.2):
+                await has_left.wait()  # without having asked for what was there behind it
+            is_over.set()
+        assert admin.sender is not None
+        await trio.to_thread.run_sync(admin.sender.join)
+        view = (await server.client.get("/admin/config")).json()
+        assert (view["effective"]["max_num_seqs"], view["reverts"]) == (16, {})
 
 
 async def test_a_server_that_has_requests_of_others_is_refused() -> None:

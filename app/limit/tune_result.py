@@ -9,7 +9,7 @@
  "found":      the same of the best that the search came upon, or null,
  "best":       {"settings", "changes": {name: [present, best]}, "limit"}: the present ones where none is believed in,
  "evidence":   {"believed", "complete": there was time for it, "why", "gain",
-                "pairs": [{"seed", "present", "found", "gain"}]},
+                "pairs": [{"seed", "present", "found", "gain"}], those that count},
  "trade_off":  {"control", "rate", "seed", "points": [{"value", "ttft_p95_seconds", "itl_p95_seconds",
                 "e2e_p95_seconds", "requests", "holds"}]} or null,
  "complete":   whether everything was tried in the time,
@@ -105,7 +105,7 @@ def _evidence(tuned: Tuned) -> dict[str, Any]:
         why = f"of {number} none was better" if number else "nothing else could be tried"
         return {"believed": False, "complete": True, "why": why, "gain": None, "pairs": []}
     pairs = []
-    for pair in tuned.pairs:
+    for pair in [pair for pair in tuned.pairs if pair.tells]:
         present, found = pair.limits
         pairs.append({"seed": pair.seed, "present": present, "found": found, "gain": pair.gain})
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -210,8 +211,8 @@ def test_both_are_measured_in_turn_on_seeds_that_the_search_has_not_seen() -> No
     measure = Made(hill)
     done = tuned(measure, [SEATS_CONTROL], {SEATS: 16}, seed=3, repeats=3)
     fresh = [(values[SEATS], seed) for values, _, seed, _ in measure.runs if seed != 3]
-    assert [key for key, _ in itertools.groupby(fresh)] == [(16, 4), (32, 4), (16, 5), (32, 5)]
-    assert [pair.seed for pair in done.pairs] == [4, 5]
+    assert [key for key, _ in itertools.groupby(fresh)] == [(16, 4), (32, 4), (16, 5), (32, 5), (16, 6), (32, 6)]
+    assert [pair.seed for pair in done.pairs] == [4, 5, 6]
 
 
 def test_without_time_for_fresh_seeds_nothing_is_believed() -> None:
@@ -258,15 +259,38 @@ def pair_of(seed: int, present: float, found: float) -> Pair:
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ([(10.0, 12.0)], False),
-        ([(10.0, 12.0), (10.5, 11.8)], True),
-        ([(10.0, 12.0), (12.5, 14.0)], False),
-        ([(10.0, 11.0), (11.0, 10.0)], False),
+        ([(10.0, 12.0), (10.5, 11.8)], False),
+        ([(10.0, 12.0), (10.5, 11.8), (9.8, 12.1)], True),
+        ([(10.0, 12.0), (12.5, 14.0), (10.0, 12.0)], False),
+        ([(10.0, 11.0), (11.0, 10.0), (10.0, 11.0)], False),
     ],
 )
 def test_a_gain_is_believed_where_it_lies_outside_the_spread(limits: list[tuple[float, float]], expected: bool) -> None:
     verdict = judge([pair_of(seed, *both) for seed, both in enumerate(limits)])
     assert verdict.is_believed == expected
+
+
+def test_a_limit_that_was_only_not_reached_does_not_speak_for_what_was_found() -> None:
+    """The time was over, or the generator late, before the present settings were lost."""
+    whole = [pair_of(seed, 10.0, 12.0) for seed in range(4)]
+    held = make_run(10.0, ttft=lambda _: 0.1)
+    late = make_run(10.5, ttft=lambda _: 2.0, lag=0.2)
+    cut = [replace(whole[2], present=(held,)), replace(whole[3], present=(held, late))]
+    assert [pair.tells for pair in (*whole, *cut)] == [True] * 4 + [False] * 2
+    verdict = judge([*whole[:2], *cut])
+    assert not verdict.is_believed
+    assert verdict.why.startswith("under 2 of 4 fresh seeds it was seen what is too much for the present settings")
+    verdict = judge([*whole[:3], *cut])
+    assert verdict.is_believed
+    assert verdict.why.startswith("under 3 fresh seeds the limit is")
+
+
+@pytest.mark.parametrize(("lost", "believed"), [(11.0, True), (12.5, False)])
+def test_what_was_lost_at_once_has_a_limit_below_that_rate_and_not_of_nothing(lost: float, believed: bool) -> None:
+    run = make_run(lost, ttft=lambda _: 2.0)
+    pairs = [pair_of(0, 10.0, 12.0), pair_of(1, 10.0, 12.0), replace(pair_of(2, 10.0, 12.0), present=(run,))]
+    verdict = judge(pairs)
+    assert (verdict.is_believed, f"and below {lost:.3g} with the present settings" in verdict.why) == (believed, True)
 
 
 @given(st.integers(1, 4096), st.integers(1, 4096), st.sampled_from([2.0, math.sqrt(2)]), st.integers(0, 512))

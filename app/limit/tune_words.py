@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from app.limit.tune_controls import changes_of
 from app.limit.words import aligned, interval_words, per_second
 from app.render import numbers
 
@@ -39,20 +40,22 @@ def setting_words(changes: Mapping[str, Sequence[Any]]) -> str:
 
 def _candidates(tune: Mapping[str, Any]) -> list[str]:
     rows = [["tried", "instead of", "requests/s", "missed/allowed", "before", "ratio (nine in ten draws)", ""]]
-    for one in tune["candidates"]:
-        rows.append(
-            [
-                f"{one['control']} {one['value']}",
-                str(one["against"][one["control"]]),
-                per_second(one["rate"]),
-                _times(one["excess"]),
-                _times(one["their_excess"]),
-                _margin(one["margin"]),
-                came_of(one),
-            ]
-        )
+    rows += [candidate_cells(one) for one in tune["candidates"]]
     said = "One control at a time, against the best until then, with the same requests at a rate just beyond its limit:"
     return [said, *aligned(rows)]
+
+
+def candidate_cells(one: Mapping[str, Any]) -> list[str]:
+    """A row of the table of `candidates`."""
+    return [
+        f"{one['control']} {one['value']}",
+        str(one["against"][one["control"]]),
+        per_second(one["rate"]),
+        times(one["excess"]),
+        times(one["their_excess"]),
+        _margin(one["margin"]),
+        came_of(one),
+    ]
 
 
 def _margin(margin: Mapping[str, float] | None) -> str:
@@ -63,8 +66,9 @@ def _margin(margin: Mapping[str, float] | None) -> str:
     return f"{margin['ratio']:.2f}{spread}"
 
 
-def _times(excess: float | None) -> str:
-    return numbers.MISSING if excess is None else f"{excess:.2f}"
+def times(ratio: float | None) -> str:
+    """How many times something is another."""
+    return numbers.MISSING if ratio is None else f"{ratio:.2f}"
 
 
 def came_of(one: Mapping[str, Any]) -> str:
@@ -87,16 +91,18 @@ def _limit(limit: Mapping[str, float] | None) -> str:
 
 def _trade_off(trade_off: Mapping[str, Any]) -> list[str]:
     rows = [[trade_off["control"], "first token p95", "gap p95", "answer p95", "answers", "holds"]]
-    for point in trade_off["points"]:
-        rows.append(
-            [
-                numbers.count(point["value"]),
-                *[str(numbers.seconds(point[f"{name}_p95_seconds"])) for name in ("ttft", "itl", "e2e")],
-                numbers.count(point["requests"]),
-                {True: "yes", False: "no", None: "unknown"}[point["holds"]],
-            ]
-        )
+    rows += [point_cells(point) for point in trade_off["points"]]
     return [f"The token budget at {per_second(trade_off['rate'])} requests/s:", *aligned(rows)]
+
+
+def point_cells(point: Mapping[str, Any]) -> list[str]:
+    """A row of the table of token budgets."""
+    return [
+        numbers.count(point["value"]),
+        *[str(numbers.seconds(point[f"{name}_p95_seconds"])) for name in ("ttft", "itl", "e2e")],
+        numbers.count(point["requests"]),
+        {True: "yes", False: "no", None: "unknown"}[point["holds"]],
+    ]
 
 
 def verdict_lines(tune: Mapping[str, Any]) -> list[str]:
@@ -105,8 +111,7 @@ def verdict_lines(tune: Mapping[str, Any]) -> list[str]:
     if not evidence["believed"]:
         if found is None:
             return [f"{SAME if tune['candidates'] and evidence['complete'] else UNKNOWN}: {evidence['why']}."]
-        changes = {name: [tune["present"]["settings"][name], value] for name, value in found["settings"].items()}
-        changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
+        changes = changes_of(found["settings"], tune["present"]["settings"])
         promised = [one["limit"] for one in tune["candidates"] if one["limit"]][-1]
         hoped = f"{setting_words(changes)} promised {_limit(promised)}, but {evidence['why']}"
         return [f"{SAME if evidence['complete'] else UNKNOWN}: {hoped}."]

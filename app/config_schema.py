@@ -141,7 +141,7 @@ class SchedulerSection(Section):
     num_speculative_tokens: int = setting(
         7,
         "tokens",
-        "most guesses at one request's next, checked in one step; as many as pay are made, with 0 none; live",
+        "most drafted for one request and checked in one step; as many as pay are drafted, with 0 none; live",
         ge=0,
         le=MAX_SPECULATIVE_TOKENS,
     )

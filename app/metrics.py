@@ -37,9 +37,9 @@ _HELP: Final = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "spec_decode_num_drafts": "Times that tokens of a request were guessed and checked.",
-    "spec_decode_num_draft_tokens": "Tokens that were guessed and checked.",
-    "spec_decode_num_accepted_tokens": "Guessed tokens that were right: each saved its request a step.",
+    "spec_decode_num_drafts": "Times that tokens were drafted for a request and checked.",
+    "spec_decode_num_draft_tokens": "Tokens that were drafted and checked.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were right: each saved its request a step.",
     "request_success": "Accepted requests that ended, by reason.",
     "admission_rejections": "Requests refused at the door, by reason.",
     "request_aborts": "Requests given up, by cause and by how far they had come.",
@@ -81,35 +81,31 @@ class EngineCollector(Collector):
 
     def _numbers(self, prefix: str, view: MetricsView) -> Iterable[Metric]:
         for name, value in view.gauges.items():
-            gauge = GaugeMetricFamily(prefix + name, _help(name), labels=["model_name"])
+            gauge = GaugeMetricFamily(prefix + name, _HELP[name], labels=["model_name"])
             gauge.add_metric([self._model_name], value)
             yield gauge
         for name, value in view.counters.items():
-            counter = CounterMetricFamily(prefix + name, _help(name), labels=["model_name"])
+            counter = CounterMetricFamily(prefix + name, _HELP[name], labels=["model_name"])
             counter.add_metric([self._model_name], value)
             yield counter
 
     def _labelled(self, prefix: str, view: MetricsView) -> Iterable[Metric]:
         for name, (labels, values) in view.labelled_gauges.items():
-            gauge = GaugeMetricFamily(prefix + name, _help(name), labels=["model_name", *labels])
+            gauge = GaugeMetricFamily(prefix + name, _HELP[name], labels=["model_name", *labels])
             for label_values, value in values.items():
                 gauge.add_metric([self._model_name, *label_values], value)
             yield gauge
         for name, (labels, values) in view.labelled_counters.items():
-            counter = CounterMetricFamily(prefix + name, _help(name), labels=["model_name", *labels])
+            counter = CounterMetricFamily(prefix + name, _HELP[name], labels=["model_name", *labels])
             for label_values, value in values.items():
                 counter.add_metric([self._model_name, *label_values], value)
             yield counter
 
     def _histograms(self, prefix: str, view: MetricsView) -> Iterable[Metric]:
         for name, histogram in view.histograms.items():
-            family = HistogramMetricFamily(prefix + name, _help(name), labels=["model_name"])
+            family = HistogramMetricFamily(prefix + name, _HELP[name], labels=["model_name"])
             family.add_metric([self._model_name], buckets=histogram.cumulative(), sum_value=histogram.sum)
             yield family
-
-
-def _help(name: str) -> str:
-    return _HELP.get(name, name.replace("_", " "))
 
 
 def metrics_blueprint(context: Context) -> Blueprint:

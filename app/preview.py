@@ -23,7 +23,7 @@ class Situation(NamedTuple):
     Attributes:
         waiting_most: how many wait in the class of work in which most do; so do the bounds of the queue count.
         hit_share: of the prompt tokens that the prefix cache was asked for; `None` while none was.
-        right_share: of the guesses that were checked; `None` while none was.
+        right_share: of the drafted tokens that were checked; `None` while none was.
         seated: those that sit, `request_id`, `seat`, `output_tokens` and `age_seconds` of each.
     """
 
@@ -102,7 +102,7 @@ def _words(name: str, old: Value, new: Value, after: Mapping[str, Any], now: Sit
         case "dynamic_preferred_size" | "dynamic_max_queue_delay_seconds":
             return "From the next batch on." if after["policy"] == "dynamic" else "Counts under dynamic batching alone."
         case "num_speculative_tokens":
-            return "From the next step on; no answer changes." if new else "Nothing is guessed from the next step on."
+            return "From the next step on; no answer changes." if new else "Nothing is drafted from the next step on."
         case "max_waiting":
             return _bound_words(int(new), now.waiting_most, "waiting")
         case "max_waiting_tokens":
@@ -192,7 +192,7 @@ def now_words(name: str, limits: Limits, now: Situation) -> str:
         case "max_num_batched_tokens":
             return "" if now.step_seconds is None else f"A usual step takes {numbers.seconds(now.step_seconds)}."
         case "num_speculative_tokens":
-            return "" if now.right_share is None else f"{numbers.percent(now.right_share)} of the guesses were right."
+            return "" if now.right_share is None else f"{numbers.percent(now.right_share)} of the drafts were right."
         case "max_waiting":
             return f"{numbers.count(now.waiting_most)} waiting."
         case "max_waiting_tokens":

@@ -1,4 +1,4 @@
-"""Drafts: tokens that a sequence may have next, computed in one step with its last known one.
+"""Drafts: tokens that a sequence may have next, computed in one step with its last known one (speculative decoding).
 
 What followed the last tokens of a sequence when they stood in it before is likely to follow them again: code that is
 edited, text that is quoted (prompt look-up decoding, Saxena; vLLM's n-gram speculator). The step computes the drafts as
@@ -30,33 +30,33 @@ NUMS_SAME = (4, 2)
 MAX_PLACES = 32_768
 # Tokens that are looked at in one call: a long prompt is learnt over some steps, and holds none of them up.
 MAX_LEARNT = 2048
-# How far a guess that came true, or did not, moves the share of those that do.
+# How far a draft that came true, or did not, moves the share of those that do.
 RATE = 0.125
 
 
 class PromptLookup:
-    """Guesses how one sequence goes on, from its own tokens.
+    """Drafts how one sequence goes on, from its own tokens.
 
     Attributes:
-        share: of guessed tokens those that came true, where the ones before them had; of the latest most.
+        share: of drafted tokens those that came true, where the ones before them had; of the latest most.
     """
 
-    __slots__ = ("_guess", "_guessed_at", "_num_seen", "_places", "share")
+    __slots__ = ("_draft", "_drafted_at", "_num_seen", "_places", "share")
 
     def __init__(self) -> None:
         self.share = 0.5
         # Some tokens to where another one followed them, the last time.
         self._places: dict[tuple[int, ...], int] = {}
         self._num_seen = 0
-        self._guess: tuple[int, ...] = ()
-        self._guessed_at = 0
+        self._draft: tuple[int, ...] = ()
+        self._drafted_at = 0
 
     @property
     def num_places(self) -> int:
         """Places that are remembered, at most `MAX_PLACES`."""
         return len(self._places)
 
-    def guess(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+    def draft(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
         """What may follow; nothing where the last tokens are new, or a long prompt is not learnt yet.
 
         Whether it is computed or not, the next call sees what came of it, so that a sequence that begins to repeat
@@ -64,26 +64,26 @@ class PromptLookup:
 
         Args:
             token_ids: of the sequence: those of the last call, and more.
-            max_tokens: the longest guess.
+            max_tokens: the longest draft.
         """
         self._learn(token_ids)
-        guess: list[int] = []
+        draft: list[int] = []
         for num_same in NUMS_SAME:
             place = self._places.get(tuple(token_ids[-num_same:]))
             if place is not None:
-                guess = token_ids[place : place + max_tokens]
+                draft = token_ids[place : place + max_tokens]
                 period = len(token_ids) - place
-                while len(guess) < max_tokens:  # it repeats itself: the guess goes on in the guess
-                    guess.append(guess[len(guess) - period])
+                while len(draft) < max_tokens:  # it repeats itself: the draft goes on in the draft
+                    draft.append(draft[len(draft) - period])
                 break
-        self._guess, self._guessed_at = tuple(guess), len(token_ids)
-        return self._guess
+        self._draft, self._drafted_at = tuple(draft), len(token_ids)
+        return self._draft
 
     def _learn(self, token_ids: list[int]) -> None:
-        """Look at each token once: what it says of the last guess, and what it follows."""
-        for guessed, token_id in zip(self._guess, token_ids[self._guessed_at :], strict=False):
-            self.share += RATE * ((guessed == token_id) - self.share)
-            if guessed != token_id:
+        """Look at each token once: what it says of the last draft, and what it follows."""
+        for drafted, token_id in zip(self._draft, token_ids[self._drafted_at :], strict=False):
+            self.share += RATE * ((drafted == token_id) - self.share)
+            if drafted != token_id:
                 break
         places, first = self._places, max(self._num_seen, len(token_ids) - MAX_PLACES // len(NUMS_SAME))
         self._num_seen = min(first + MAX_LEARNT, len(token_ids))
@@ -110,7 +110,7 @@ def add_drafts(plan: Plan, live: Mapping[int, Sequence]) -> None:
     if not most or not plan.tokens_left or len(plan.rows) > MAX_DRAFTING_ROWS:
         return
     has_interactive = any(not live[sequence_id].background for _, sequence_id, *_ in plan.rows)
-    guesses: list[tuple[float, int, tuple[int, ...]]] = []
+    found: list[tuple[float, int, tuple[int, ...]]] = []
     for row, (_, sequence_id, start, _, _, decodes) in enumerate(plan.rows):
         sequence = live[sequence_id]
         if not decodes or not sequence.params.is_plain:
@@ -122,17 +122,17 @@ def add_drafts(plan: Plan, live: Mapping[int, Sequence]) -> None:
         if max_tokens > 0:
             if sequence.lookup is None:
                 sequence.lookup = PromptLookup()
-            guess = sequence.lookup.guess(sequence.token_ids, max_tokens)
-            guesses.append((sequence.lookup.share, row, guess))
-    guesses.sort(key=lambda each: -each[0])  # the surest first, of equals the earlier row
+            draft = sequence.lookup.draft(sequence.token_ids, max_tokens)
+            found.append((sequence.lookup.share, row, draft))
+    found.sort(key=lambda each: -each[0])  # the surest first, of equals the earlier row
     num_rows = plan.token_budget - plan.tokens_left
     num_gained = float(num_rows)
     for length in range(1, most + 1):
-        for share, row, guess in guesses:
+        for share, row, draft in found:
             # Tokens by time, with the draft and without: (gained + chance) / (time + 1) > gained / time.
             chance = share**length
-            if length <= len(guess) and plan.tokens_left and chance * (STEP_ROWS + num_rows) > num_gained:
-                plan.drafts[row] = guess[:length]
+            if length <= len(draft) and plan.tokens_left and chance * (STEP_ROWS + num_rows) > num_gained:
+                plan.drafts[row] = draft[:length]
                 plan.tokens_left -= 1
                 num_rows += 1
                 num_gained += chance

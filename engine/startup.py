@@ -100,7 +100,7 @@ def _prepare_on_cpu(config: EngineConfig, checkpoint: Checkpoint, max_model_len:
     is_batch_invariant = runner.precision.library is not None  # of floats the order of sums depends on the batch
     remarks = [f"dtype {runner.precision.name}: {runner.precision.reason}"]
     if config.num_speculative_tokens and not is_batch_invariant:
-        remarks.append("nothing is guessed: without the native kernels guesses could change an answer, by rounding")
+        remarks.append("nothing is drafted: without the native kernels drafts could change an answer, by rounding")
     return Prepared(runner, runner.precision.name, num_blocks, tuple(remarks), is_batch_invariant)
 
 

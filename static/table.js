@@ -58,7 +58,7 @@
     if (run.phase === "idle") return "keeps its seat and has no tokens";
     if (run.phase === "padding") return `computes for nothing, ${tokens(run.each)}`;
     const [, , made, right] = table.drafts.find(([where, there]) => where === column && there === seat) || [0, 0, 0, 0];
-    return `decodes, ${tokens(1 + right)}` + (made ? `: ${right} of ${made} guessed tokens ${made === 1 ? "was" : "were"} right` : "");
+    return `decodes, ${tokens(1 + right)}` + (made ? `: ${right} of ${made} drafted tokens ${made === 1 ? "was" : "were"} right` : "");
   }
 
   function tell() {

@@ -83,7 +83,7 @@ def count_groups(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
         ("computed again", str(numbers.percent(again)), "", "recomputed"),
         ("tokens of padding", numbers.count(snapshot["padding"]["tokens"]), "", "useful"),
         ("KV never written", str(numbers.percent(wasted(snapshot))), "", "waste"),
-        *([("guesses right", f"{numbers.count(right)} of {numbers.count(made)}", "", "guesses")] if made else []),
+        *([("drafts right", f"{numbers.count(right)} of {numbers.count(made)}", "", "drafts")] if made else []),
         *[_count(words.PREEMPTED, reason, n, alarms=("kv_memory",), about="lost") for reason, n in lost.items()],
     ]
     return [

@@ -33,7 +33,7 @@ ABOUT: Final = {
     "busy": "How much of what there is is taken: it may be busy and still do little that is of use.",
     "useful": "Rows that brought an answer forward, of all that were computed: the rest is padding, or was for "
     "requests that had ended.",
-    "guesses": "Tokens that were guessed and checked beside the one that was due, since the start; each that was right "
+    "drafts": "Tokens that were drafted and checked beside the one that was due, since the start; each that was right "
     "saved its request a step.",
     "recomputed": "Tokens computed again for requests that lost their seat.",
     "lost": "Times that a request lost its seat, since the start: for want of KV memory, or to one with a better right "
@@ -63,7 +63,7 @@ TERMS: Final = {
     "Where the time went": "spent",
     "Busy": "busy",
     "Useful rows": "useful",
-    "Guesses right": "guesses",
+    "Drafts right": "drafts",
     "Computed again": "recomputed",
     "Lost for memory, to a better right": "lost",
     "Token budget": "budget",

@@ -68,7 +68,7 @@ def _facts(life: Mapping[str, Any]) -> list[tuple[str, str]]:
         shown.append(("computed again", numbers.plural(life["recomputed_tokens"], "token")))
     if drafts["made"]:
         shown.append(
-            ("guessed tokens", f"{numbers.count(drafts['accepted'])} of {numbers.count(drafts['made'])} right")
+            ("drafted tokens", f"{numbers.count(drafts['accepted'])} of {numbers.count(drafts['made'])} right")
         )
     if life["class"] == "background":
         shown.append(("class", "background"))

@@ -28,7 +28,7 @@ EFFECTS: Final = {
     "beside a long one.",
     "dynamic_preferred_size": "Requests that make a batch; 0 is as many as there are seats.",
     "dynamic_max_queue_delay_seconds": "The first waits so long for the others.",
-    "num_speculative_tokens": "Tokens guessed from what a text repeats, of one request in one step; 0 is none.",
+    "num_speculative_tokens": "Tokens drafted from what a text repeats, of one request in one step; 0 is none.",
     "max_waiting": "Lower: who comes late is refused sooner, instead of waiting in vain. Of each class of work.",
     "max_waiting_tokens": "The same by the length of what waits. A prompt alone is never too long for it.",
     "slo_admission": "On: who would have its first token after a deadline, or the target of its class, is refused "

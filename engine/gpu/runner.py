@@ -197,7 +197,7 @@ class GpuRunner:
         own, rows = columns_of(batch)
         places, values = self._rows.apply(batch, own)
         if batch.drafts:
-            raise RuntimeError("on this device nothing is guessed, and a step came with drafts")
+            raise RuntimeError("on this device nothing is drafted, and a step came with drafts")
         size = self.graphs.size_for(own) if self.graphs is not None else None
         columns = own.padded(size or own.num_rows)
         self._box.send(columns, places, values, self._rows.state)

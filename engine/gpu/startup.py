@@ -94,7 +94,7 @@ def prepare_on_gpu(
         capture(runner, gpus)
     remarks = [f"dtype {blocks or name}: {reason}"]
     if config.num_speculative_tokens:
-        remarks.append("nothing is guessed: on a GPU rounding depends on the batch, so guesses could change an answer")
+        remarks.append("nothing is drafted: on a GPU rounding depends on the batch, so drafts could change an answer")
     return Prepared(runner, blocks or name, num_blocks, tuple(remarks), is_batch_invariant=False)
 
 

@@ -64,7 +64,7 @@ def test_what_is_computed_again_is_hatched_the_other_way() -> None:
     assert "recompute" not in draw(steps[:2]).phases
 
 
-def test_a_cell_with_right_guesses_is_cut_into_its_tokens() -> None:
+def test_a_cell_with_right_drafts_is_cut_into_its_tokens() -> None:
     steps = [step(1, [0, "a", "prefill", 8], drafts=[]), step(2, [0, "a", "decode", 4], drafts=[[0, 3, 2]]),
              step(3, [0, "a", "decode", 3], drafts=[[0, 2, 0]]), step(4, [0, "a", "decode", 1])]  # fmt: skip
     picture = draw(steps)
@@ -73,7 +73,7 @@ def test_a_cell_with_right_guesses_is_cut_into_its_tokens() -> None:
     assert re.findall(r"M(\d+) ", cuts["d"]) == [str(NUM_STEPS - 3)] * 2  # three tokens, two cuts
     cells = json.loads(picture.cells)
     assert cells["drafts"] == [[NUM_STEPS - 3, 0, 3, 2], [NUM_STEPS - 2, 0, 2, 0]]
-    assert [run[3:5] for run in cells["runs"]] == [[0, 8], [2, 1]]  # the decode is one run, whatever was guessed
+    assert [run[3:5] for run in cells["runs"]] == [[0, 8], [2, 1]]  # the decode is one run, whatever was drafted
     assert not draw(steps[2:]).has_several
 
 
@@ -245,4 +245,4 @@ def test_a_life_in_words() -> None:
     assert (gone["state"], gone["note"], gone["is_open"], gone["id"]) == ("Aborted", "by an operator", False, HOSTILE)
     lost = life_variables(life(num_preemptions=2, recomputed_tokens=1, drafts={"made": 5, "accepted": 3}))
     assert ("computed again", "1 token") in lost["facts"]
-    assert ("guessed tokens", "3 of 5 right") in lost["facts"]
+    assert ("drafted tokens", "3 of 5 right") in lost["facts"]

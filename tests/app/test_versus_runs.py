@@ -139,11 +139,11 @@ def test_the_port_is_added_to_our_own_command() -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--model", "m.gguf"]])
-def test_our_own_server_guesses_no_tokens_as_its_peers_do_not(more: list[str]) -> None:
-    ours, guesses = versus.parse([*more, "--peer", "relevo-guesses=relevo serve --port {port}"]).programs
+def test_our_own_server_drafts_no_tokens_as_its_peers_do_not(more: list[str]) -> None:
+    ours, drafts = versus.parse([*more, "--peer", "relevo-drafts=relevo serve --port {port}"]).programs
     words = ours.words(9, "m.gguf")
     assert words[1:] == ["-m", "app.cli", "serve", "--num-speculative-tokens", "0", *more, "--port", "9"]
-    assert guesses.words(9, "") == ["relevo", "serve", "--port", "9"]
+    assert drafts.words(9, "") == ["relevo", "serve", "--port", "9"]
 
 
 FAKE = {"step_seconds": 0.0, "max_model_len": 1024, "num_blocks": 1024, "limits": {"max_num_batched_tokens": 512}}

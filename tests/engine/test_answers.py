@@ -313,7 +313,7 @@ async def test_several_tokens_of_a_step_arrive_with_their_time(autojump_clock: M
     assert stats["latency"]["tpot"]["p50"] == pytest.approx((59 - accepted) / 59)
 
 
-async def test_nothing_is_guessed_where_a_guess_could_change_a_token(autojump_clock: MockClock) -> None:
+async def test_nothing_is_drafted_where_a_draft_could_change_a_token(autojump_clock: MockClock) -> None:
     """Where rounding depends on how full a step is; whatever is set, at the start or later."""
     config = fake_config(num_speculative_tokens=4)
     async with open_fake_engine(config, answer=lambda _: AGAIN, is_batch_invariant=False) as engine:

@@ -1,4 +1,4 @@
-"""Guesses from what a sequence repeats, and what they may take of a step."""
+"""Drafts from what a sequence repeats, and what they may take of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.simulate import Simulation
 from tests.fakes import OneOf
 
 
-def guess_by_looking(token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+def draft_by_looking(token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
     """The same without an index: the latest place where the most of the last tokens stand before another one."""
     for num_same in NUMS_SAME:
         for place in range(len(token_ids) - 1, num_same - 1, -1):
@@ -29,63 +29,63 @@ def guess_by_looking(token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(1, 5)), st.integers(1, 9))
-def test_a_guess_is_what_followed_the_last_time(token_ids: list[int], steps: list[int], max_tokens: int) -> None:
+def test_a_draft_is_what_followed_the_last_time(token_ids: list[int], steps: list[int], max_tokens: int) -> None:
     """Whatever it has seen before, and in whatever pieces."""
     lookup, known = PromptLookup(), 1
     for step in [*steps, len(token_ids)]:
         known = min(known + step, len(token_ids))
-        guess = lookup.guess(token_ids[:known], max_tokens)
-        assert guess == guess_by_looking(token_ids[:known], max_tokens)
+        draft = lookup.draft(token_ids[:known], max_tokens)
+        assert draft == draft_by_looking(token_ids[:known], max_tokens)
         assert 0 < lookup.share < 1
 
 
-def test_a_loop_is_guessed_beyond_its_end() -> None:
-    assert PromptLookup().guess([1, 2, 3, 1, 2, 3, 1, 2], 7) == (3, 1, 2, 3, 1, 2, 3)
-    assert PromptLookup().guess([9, 9, 9], 4) == (9, 9, 9, 9)
+def test_a_loop_is_drafted_beyond_its_end() -> None:
+    assert PromptLookup().draft([1, 2, 3, 1, 2, 3, 1, 2], 7) == (3, 1, 2, 3, 1, 2, 3)
+    assert PromptLookup().draft([9, 9, 9], 4) == (9, 9, 9, 9)
 
 
-def test_what_is_new_is_not_guessed() -> None:
-    assert PromptLookup().guess([1], 4) == ()
-    assert PromptLookup().guess([1, 2, 3, 4, 5], 4) == ()
-    assert PromptLookup().guess([1, 2, 3, 4, 2], 4) == ()  # one token that stood there before says too little
+def test_what_is_new_is_not_drafted() -> None:
+    assert PromptLookup().draft([1], 4) == ()
+    assert PromptLookup().draft([1, 2, 3, 4, 5], 4) == ()
+    assert PromptLookup().draft([1, 2, 3, 4, 2], 4) == ()  # one token that stood there before says too little
 
 
 def test_the_share_follows_what_came_true() -> None:
     lookup, token_ids = PromptLookup(), [1, 2, 3, 4, 5, 6, 7, 8]
     token_ids += token_ids[:2]
     at_first = lookup.share
-    assert lookup.guess(token_ids, 3) == (3, 4, 5)
+    assert lookup.draft(token_ids, 3) == (3, 4, 5)
     token_ids += [3, 4, 5, 6]  # all of it, and one more
-    lookup.guess(token_ids, 2)
+    lookup.draft(token_ids, 2)
     assert lookup.share > at_first
     better = lookup.share
     token_ids += [7, 1]  # the second was to be 8
-    lookup.guess(token_ids, 3)
+    lookup.draft(token_ids, 3)
     assert lookup.share < better
-    # Nothing was guessed of what follows: nothing is learnt.
+    # Nothing was drafted of what follows: nothing is learnt.
     before = lookup.share
-    lookup.guess([*token_ids, 99, 98], 3)
-    lookup.guess([*token_ids, 99, 98, 97], 3)
+    lookup.draft([*token_ids, 99, 98], 3)
+    lookup.draft([*token_ids, 99, 98, 97], 3)
     assert lookup.share == before
 
 
 def test_a_sequence_that_stops_repeating_itself_is_found_out() -> None:
     lookup, token_ids = PromptLookup(), [1, 2] * 20
     for token_id in range(10, 40):
-        lookup.guess([*token_ids, 1, 2], 1)
+        lookup.draft([*token_ids, 1, 2], 1)
         token_ids += [1, 2, token_id]
     assert lookup.share < 0.1
     token_ids += [1, 2] * 30
     for end in range(len(token_ids) - 40, len(token_ids)):
-        lookup.guess(token_ids[:end], 1)
+        lookup.draft(token_ids[:end], 1)
     assert lookup.share > 0.9
 
 
 def learnt(lookup: PromptLookup, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
-    """What is guessed when all has been looked at."""
+    """What is drafted when all has been looked at."""
     for _ in range(MAX_PLACES // MAX_LEARNT):
-        guess = lookup.guess(token_ids, max_tokens)
-    return guess
+        draft = lookup.draft(token_ids, max_tokens)
+    return draft
 
 
 def test_memory_is_bounded() -> None:
@@ -110,12 +110,12 @@ def test_what_is_seen_again_is_remembered_longer() -> None:
 
 
 def test_a_long_prompt_is_learnt_over_several_steps() -> None:
-    """The first guess does not take long, and the last ones miss nothing."""
+    """The first draft does not take long, and the last ones miss nothing."""
     lookup, token_ids = PromptLookup(), [*range(3 * MAX_LEARNT), 2 * MAX_LEARNT, 2 * MAX_LEARNT + 1]
-    assert lookup.guess(token_ids, 1) == ()
+    assert lookup.draft(token_ids, 1) == ()
     assert lookup.num_places <= MAX_LEARNT * len(NUMS_SAME)
-    assert lookup.guess(token_ids, 1) == ()
-    assert lookup.guess(token_ids, 1) == (2 * MAX_LEARNT + 2,)
+    assert lookup.draft(token_ids, 1) == ()
+    assert lookup.draft(token_ids, 1) == (2 * MAX_LEARNT + 2,)
 
 
 def repeating(num_tokens: int, period: int = 5) -> tuple[int, ...]:

@@ -152,7 +152,7 @@ def test_the_cache_takes_what_is_useful_of_what_weights_steps_and_graphs_leave(
     assert (made["max_num_batched_tokens"], made["max_model_len"], made["block_size"]) == (512, 128, 16)
     assert (model.device, model.dtype, model.is_batch_invariant) == ((1, "Imaginary 1"), "bfloat16", False)
     assert model.remarks[0] == "dtype bfloat16: multiplied by this GPU"
-    assert model.remarks[1].startswith("nothing is guessed")
+    assert model.remarks[1].startswith("nothing is drafted")
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "computing on cuda:1: Imaginary 1"
     assert [line.split(",")[0] for line in lines[1:]] == [

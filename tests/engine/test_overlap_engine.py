@@ -102,7 +102,7 @@ async def test_a_device_is_never_idle_between_two_steps(autojump_clock: MockCloc
 
 
 async def test_who_waits_for_nothing_is_computed_one_step_at_a_time(autojump_clock: MockClock) -> None:
-    """Under fixed batches, and where guesses are checked."""
+    """Under fixed batches, and where drafts are checked."""
     for limits in ({"policy": "static"}, {"num_speculative_tokens": 3}):
         device = FakeDevice(NUM_BLOCKS, 4)
         async with open_device_engine(device, **limits) as engine:
@@ -126,7 +126,7 @@ async def test_a_change_of_policy_waits_for_what_is_under_way(autojump_clock: Mo
         await assert_sound(engine)
 
 
-async def test_guesses_that_are_switched_on_wait_for_what_is_under_way(autojump_clock: MockClock) -> None:
+async def test_drafts_that_are_switched_on_wait_for_what_is_under_way(autojump_clock: MockClock) -> None:
     device = FakeDevice(NUM_BLOCKS, 4)
     async with open_device_engine(device) as engine:
         handle = engine.submit(ask("question", 60))

@@ -259,7 +259,7 @@ def test_the_simulator_needs_only_the_standard_library() -> None:
 
 
 def test_a_simulation_has_no_drafts() -> None:
-    """Its tokens are all the same and would all be guessed."""
+    """Its tokens are all the same and would all be drafted."""
     workload = workload_of((0.0, 9, 30), (0.1, 7, 30))
     result = play(workload, num_speculative_tokens=7, jump=False)
     assert result.counters.num_draft_tokens == 0

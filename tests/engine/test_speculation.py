@@ -37,7 +37,7 @@ def tiny() -> FakeCheckpoint:
 
 @pytest.fixture(scope="module", params=["float32", "int8"])
 def runner(request: pytest.FixtureRequest, tiny: FakeCheckpoint) -> ModelRunner:
-    """In float32 too, where a server guesses nothing: so small a model's rounding changes no token."""
+    """In float32 too, where a server drafts nothing: so small a model's rounding changes no token."""
     return make_runner(tiny, num_blocks=NUM_BLOCKS, dtype=request.param)
 
 
@@ -217,16 +217,16 @@ def test_fixed_batches_have_no_drafts(runner: ModelRunner, policy: str) -> None:
     assert outcomes == play(runner, crowd(4), drafts=0)[0]
 
 
-def test_a_server_guesses_where_no_batch_changes_a_token(tmp_path: Path) -> None:
+def test_a_server_drafts_where_no_batch_changes_a_token(tmp_path: Path) -> None:
     """On the native kernels; elsewhere it says at the start that it does not."""
     kernels_or_skip()
     config = make_config()
     path = str(write_gguf(tmp_path / "tiny.gguf", config, make_tensors(config)))
-    for dtype, drafts, guesses, told in (("int8", 7, True, 0), ("float32", 7, False, 1), ("float32", 0, False, 0)):
-        wanted = EngineConfig(path, dtype, num_threads=1, cache_memory_bytes=1 << 20, num_speculative_tokens=drafts)
+    for dtype, most, drafts, told in (("int8", 7, True, 0), ("float32", 7, False, 1), ("float32", 0, False, 0)):
+        wanted = EngineConfig(path, dtype, num_threads=1, cache_memory_bytes=1 << 20, num_speculative_tokens=most)
         model = load_model(wanted)
-        assert model.is_batch_invariant is guesses
-        assert sum(remark.startswith("nothing is guessed") for remark in model.remarks) == told
+        assert model.is_batch_invariant is drafts
+        assert sum(remark.startswith("nothing is drafted") for remark in model.remarks) == told
 
 
 def test_the_switch_works_while_it_runs(runner: ModelRunner) -> None:

@@ -81,7 +81,7 @@ def in_turn(programs: list[Program], round_: int) -> list[Program]:
 def parse(words: list[str] | None) -> argparse.Namespace:
     """The options, checked, with `programs` in their order: Relevo first."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.versus", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--relevo", metavar="COMMAND", help="default: the server of this checkout, without guesses")
+    parser.add_argument("--relevo", metavar="COMMAND", help="default: the server of this checkout, without drafts")
     parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME=COMMAND", help="{port} and {model} in it are filled in"
     )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from quart import Blueprint, Response, request
 
 from app import sse
-from app.assets import static_dir
 from app.drawing import html_response
 from app.errors import ApiError
 from app.render.glossary import TERMS
@@ -24,13 +23,7 @@ if TYPE_CHECKING:
 
 def pages_blueprint(context: Context) -> Blueprint:
     """The routes, bound to `context`."""
-    pages = Blueprint(
-        "pages",
-        __name__,
-        static_folder=str(static_dir()),
-        static_url_path="/static",
-    )
-    pages.after_request(set_cache_control)
+    pages = Blueprint("pages", __name__)
     templates = make_environment()
     telemetry, model = context.telemetry, context.engine.model
 
@@ -80,13 +73,3 @@ def parse_window(args: Mapping[str, str]) -> int:
     if given not in minutes:
         raise ApiError(400, f"'window' must be one of {', '.join(minutes)}, in minutes.", param="window")
     return minutes[given]
-
-
-async def set_cache_control(response: Response) -> Response:
-    """How long static files may be kept."""
-    if request.path.startswith("/static/") and request.args.get("v"):
-        # The address changes with the content, so what lies under it never does.
-        response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
-    elif request.path.startswith("/static/"):
-        response.headers["Cache-Control"] = "no-cache"
-    return response

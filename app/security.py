@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 KEY_COOKIE: Final = "relevo_key"
 ADMIN_COOKIE: Final = "relevo_admin"
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-_OPEN: Final = frozenset({"/healthz", "/readyz", "/health", "/version", "/load", "/get_load", "/login", "/logout"})
+PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/version", "/load", "/get_load"})
+_OPEN: Final = PROBES | {"/login", "/logout"}
 _API: Final = frozenset({"/", "/chat/many", "/chat/seats", "/docs", "/openapi.json", "/tokenize", "/detokenize"})
 # What helpers of the server need: they measure, and may tune.
 _LENT: Final = frozenset({"/metrics", "/admin/config", "/admin/audit"})

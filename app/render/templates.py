@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
-from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from app.assets import static_dir, templates_dir
+from app.assets import asset, templates_dir
 from app.render import numbers
 from app.render.glossary import ABOUT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @cache  # to compile a template takes a hundredth of a second and more, and there are dozens
@@ -42,14 +37,3 @@ def code(text: str) -> Markup:
         Markup("<code>{}</code>").format(piece) if n % 2 else escape(piece) for n, piece in enumerate(text.split("`"))
     ]
     return Markup("").join(pieces)
-
-
-def asset(name: str) -> str:
-    """The address of a file in `static/`, with a mark of its content, so that it can be cached for ever."""
-    path = static_dir() / name
-    return f"/static/{name}?v={_digest(path, path.stat().st_mtime_ns)}"
-
-
-@cache
-def _digest(path: Path, _modified: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

@@ -41,7 +41,7 @@ REJECTED = {
     "late": "first token too late",
     "context_length_exceeded": "prompt too long",
     "rate_limited": "over the limit of its key",
-    "busy": "too much being read",
+    "busy": "too much being read, or too many connections",
     "draining": "taking nothing new",
     "unavailable": "not possible now",
     "invalid": "not valid, at the engine",

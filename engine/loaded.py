@@ -31,7 +31,7 @@ class TokenizerLike(Protocol):
         """Token ids of a text."""
         ...
 
-    def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids."""
         ...
 

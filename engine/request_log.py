@@ -132,10 +132,9 @@ class RequestLog:
         keep_tokens: keep the tokens of those that have ended, too.
     """
 
-    def __init__(self, *, keep_tokens: bool = False, max_finished: int = MAX_FINISHED) -> None:
+    def __init__(self, *, keep_tokens: bool = False) -> None:
         self.keep_tokens = keep_tokens
         self.last_step = 0
-        self._max_finished = max_finished
         self._last_time = 0.0
         self._open: dict[int, RequestRecord] = {}
         self._left: dict[int, RequestRecord] = {}  # the scheduler has no more of these, whoever asked is to be told
@@ -306,7 +305,7 @@ class RequestLog:
         """It has ended for whoever asked. Let go of what is beyond the bounds, the oldest first."""
         self._finished[record.number] = record
         self._num_tokens += len(record.tokens)
-        while len(self._finished) > self._max_finished:
+        while len(self._finished) > MAX_FINISHED:
             self._num_tokens -= len(self._finished.pop(next(iter(self._finished))).tokens)
         if self._num_tokens > MAX_KEPT_TOKENS:
             for record in self._finished.values():

@@ -43,7 +43,6 @@ class SimulationResult:
         failed: item indices that could not be served: longer than the pool or the context.
         num_steps: model executions.
         makespan: seconds from the start to the last ending.
-        busy_seconds: seconds of steps in it.
         counters: the scheduler's own: rows, padding, preemptions, KV slots.
         steps: the first of the steps, as many as were asked for; item 0 goes by the name `r1`.
     """
@@ -53,7 +52,6 @@ class SimulationResult:
     failed: tuple[int, ...]
     num_steps: int
     makespan: float
-    busy_seconds: float
     counters: Counters
     steps: tuple[StepRecord, ...]
 

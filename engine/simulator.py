@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from engine.cost_model import CostModel
     from engine.workload import Workload
 
-__all__ = ["ServedRequest", "SimulationResult", "simulate"]
-
 STOP, ORDINARY = 0, 1
 VOCAB_SIZE = 50_000
 
@@ -132,7 +130,6 @@ class _Simulation:
         self._next = 0
         self._now = 0.0
         self._num_steps = 0
-        self._idle_seconds = 0.0
         self._live: dict[int, Sequence] = {}
         self._ends_at: dict[int, int] = {}
         self._requests: list[ServedRequest] = []
@@ -174,7 +171,6 @@ class _Simulation:
             failed=tuple(self._failed),
             num_steps=self._num_steps,
             makespan=last,
-            busy_seconds=self._now - self._idle_seconds,
             counters=self._scheduler.counters,
             steps=tuple(self._steps),
         )
@@ -222,9 +218,7 @@ class _Simulation:
             if not scheduler.num_waiting:
                 return False
             raise RuntimeError(f"{scheduler.num_waiting} wait and nothing moves")
-        until = max(until, self._now)
-        self._idle_seconds += until - self._now
-        self._now = until
+        self._now = max(until, self._now)
         return True
 
     def _draw(self, batch: ScheduledBatch) -> tuple[int, ...]:

@@ -172,7 +172,7 @@ class Tokenizer:
         pieces.append(text[end:])
         return [piece for piece in pieces if piece != ""]
 
-    def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; bytes that are no UTF-8 become U+FFFD.
 
         Raises:
@@ -185,8 +185,7 @@ class Tokenizer:
                     f"Token id {token_id} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}.",
                     param="tokens",
                 )
-            if not (skip_control and self.is_control(token_id)):
-                chunks.append(self.token_bytes(token_id))
+            chunks.append(self.token_bytes(token_id))
         return b"".join(chunks).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:

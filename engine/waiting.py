@@ -274,16 +274,6 @@ class WaitingQueue:
             if with_followers or not entry[3].awaits_leader:
                 yield entry[3]
 
-    def first(self, num_seats: int = 0) -> Sequence:
-        """Who is to be seated first, by the order of `candidates`.
-
-        Raises:
-            LookupError: nobody waits.
-        """
-        for sequence in self.candidates(num_seats):
-            return sequence
-        raise LookupError("nobody waits")
-
     def check_integrity(self) -> None:
         """Hold lines, places and token count against each other.
 

@@ -58,12 +58,11 @@ class FakeTokenizer:
                     ]
         return list(text.encode())
 
-    def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         ids = list(ids)
         if ids and not 0 <= min(ids) <= max(ids) < VOCAB_SIZE:
             raise InvalidRequestError("an id is not in the vocabulary", param="tokens")
-        pieces = [b"" if skip_control and i in CONTROL else self.token_bytes(i) for i in ids]
-        return b"".join(pieces).decode(errors="replace")
+        return b"".join([self.token_bytes(i) for i in ids]).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         return CONTROL[token_id].encode() if token_id in CONTROL else bytes([token_id])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from app.compare.options import Options
     from engine.config import EngineConfig
-    from engine.simulator import SimulationResult
+    from engine.simulation_result import SimulationResult
     from engine.workload import Workload
 
 DEFAULT_REQUESTS: Final = 2_000

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from app.limit.options import Options
     from app.limit.watch import Watch
     from engine.config import EngineConfig
-    from engine.simulator import ServedRequest, SimulationResult
+    from engine.simulation_result import ServedRequest, SimulationResult
     from engine.workload import WorkItem
 
 DEFAULT_REQUESTS: Final = 1000

@@ -87,12 +87,17 @@ def age(value: float) -> str:
     return f"{value:.1f}\N{NO-BREAK SPACE}s" if value < 60 else duration(value)
 
 
-def plural(number: int, one: str, many: str | None = None) -> str:
+def plural(number: int, one: str) -> str:
     """`1 request`, `2 requests`."""
-    return f"{count(number)} {one if number == 1 else many or one + 's'}"
+    return f"{count(number)} {one if number == 1 else one + 's'}"
 
 
 def clock(time: float) -> str:
     """Seconds since the epoch as `31 Jan 12:00:00 UTC`."""
     moment = datetime.fromtimestamp(time, UTC)
     return f"{moment.day} {moment:%b %H:%M:%S} UTC"
+
+
+def clock_of(iso: str) -> str:
+    """The same of a time as JSON has it."""
+    return clock(datetime.fromisoformat(iso).timestamp())

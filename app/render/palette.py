@@ -26,9 +26,9 @@ ALIKE: Final = frozenset({
 class Palette:
     """Hands out colour numbers; a request keeps its own until it is out of sight."""
 
-    def __init__(self, num_colours: int = NUM_COLOURS) -> None:
+    def __init__(self) -> None:
         self._colours: dict[str, int] = {}
-        self._given = [0] * num_colours
+        self._given = [0] * NUM_COLOURS
         self._clock = 0
         self._at: dict[int, int] = {}  # seat to the colour that was last there
         self._past: dict[str, int] = {}  # of those out of sight, for who looks back
@@ -47,11 +47,11 @@ class Palette:
         while len(self._past) > MAX_PAST:
             del self._past[next(iter(self._past))]
         self._colours = {name: colour for name, colour in self._colours.items() if name in wanted}
-        now = [0] * len(self._given)
+        now = [0] * NUM_COLOURS
         for name in seated:
             if name in self._colours:
                 now[self._colours[name]] += 1
-        all_users = [0] * len(self._given)
+        all_users = [0] * NUM_COLOURS
         for colour in self._colours.values():
             all_users[colour] += 1
         for seat, name in seats.items():
@@ -72,7 +72,7 @@ class Palette:
 
     def _beside(self, seat: int | None) -> list[int]:
         """For each colour, how many beside that seat have it or one like it."""
-        counts = [0] * len(self._given)
+        counts = [0] * NUM_COLOURS
         if seat is not None:
             for there in [self._at[near] for near in (seat - 1, seat, seat + 1) if near in self._at]:
                 for colour in range(len(counts)):
@@ -88,10 +88,10 @@ class Palette:
         """The same colours, and of requests that are out of sight those they had, or, where all of their life went by
         between two looks, one that goes by the name.
         """
-        palette = Palette(len(self._given))
+        palette = Palette()
         palette._colours = {**self._past, **self._colours}
         for name in names:
-            palette._colours.setdefault(name, crc32(name.encode()) % len(self._given))
+            palette._colours.setdefault(name, crc32(name.encode()) % NUM_COLOURS)
         return palette
 
     def __len__(self) -> int:

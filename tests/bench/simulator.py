@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from engine.cost_model import CostModel
     from engine.engine import Engine
     from engine.loaded import LoadedModel
-    from engine.simulator import SimulationResult
+    from engine.simulation_result import SimulationResult
     from engine.workload import Workload
 
 ROUNDS = 3

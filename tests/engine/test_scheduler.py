@@ -99,7 +99,7 @@ def test_nothing_is_admitted_in_a_step_that_preempted_and_the_preempted_one_is_f
     assert batch.preempted == (young.sequence_id,)
     assert not batch.seated
     assert young.status is SequenceStatus.PREEMPTED
-    assert simulation.scheduler.interactive.queue.first().sequence_id == young.sequence_id
+    assert next(simulation.scheduler.interactive.queue.candidates()).sequence_id == young.sequence_id
     simulation.run()
     if late is not None:
         assert simulation.finished_in[late.sequence_id] > 0

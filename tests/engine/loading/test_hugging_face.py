@@ -88,7 +88,8 @@ def test_text_rules_are_those_of_transformers(single: Path) -> None:
         ids = theirs(text)["input_ids"]
         assert tokenizer.encode(text, parse_control=True) == ids
         assert tokenizer.decode(ids) == theirs.decode(ids)
-        assert tokenizer.decode(ids, skip_control=True) == theirs.decode(ids, skip_special_tokens=True)
+        plain = [token_id for token_id in ids if not tokenizer.is_control(token_id)]
+        assert tokenizer.decode(plain) == theirs.decode(ids, skip_special_tokens=True)
     assert template is not None
     assert template.render(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     harmless = [{"role": "user", "content": "hello wörld"}]

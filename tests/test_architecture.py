@@ -146,6 +146,13 @@ def test_importing_the_rules_loads_neither_torch_nor_trio() -> None:
     assert answer.stdout.strip() == "set()"
 
 
+def test_the_readme_names_the_rules() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.search(r"\n  rules +(.*?): standard library only", readme, re.DOTALL)
+    assert named
+    assert set(re.split(r",\s+", named[1])) == RULES
+
+
 def test_the_top_level_is_the_map() -> None:
     """Python lives in the three packages and in tests, nowhere else."""
     elsewhere = {path.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*.py")} - {*PACKAGES, "tests"}

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +73,16 @@ def each(paths: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", paths, ids=name_of)
 
 
+def test_what_is_imported_is_declared() -> None:
+    """No package is used that only another one brings, and none is declared in vain."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
+    # The first two are for those who want traces or have a GPU; of hyperframe there is a type, which nothing imports.
+    others = {"opentelemetry", "triton", "hyperframe", *PACKAGES, *sys.stdlib_module_names}
+    used = {name for path in SOURCES for name in tops(path)} - others
+    assert {name.replace("_", "-") for name in used} == declared
+
+
 @each(sources("engine"))
 def test_engine_knows_nothing_of_http(path: Path) -> None:
     assert not tops(path) & {"app", "quart", "quart_trio", "hypercorn", "werkzeug", "pydantic", "transformers"}
@@ -135,6 +146,13 @@ def test_included_templates_are_partials() -> None:
             assert Path(included).name.startswith("_"), f"{page.name} includes {included}"
 
 
+def test_the_readme_names_the_rules() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.search(r"\n  rules +(.*?): standard library only", readme, re.DOTALL)
+    assert named
+    assert set(re.split(r",\s+", named[1])) == RULES
+
+
 def test_importing_the_rules_loads_neither_torch_nor_trio() -> None:
     """Nobody who reads or tests the rules needs more than Python."""
     rules = [f"engine.{name}" for name in sorted(RULES) if (ROOT / "engine" / f"{name}.py").exists()]
@@ -144,13 +162,6 @@ def test_importing_the_rules_loads_neither_torch_nor_trio() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "set()"
-
-
-def test_the_readme_names_the_rules() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = re.search(r"\n  rules +(.*?): standard library only", readme, re.DOTALL)
-    assert named
-    assert set(re.split(r",\s+", named[1])) == RULES
 
 
 def test_the_top_level_is_the_map() -> None:

@@ -23,6 +23,7 @@ from app.http1 import Http1, Over
 from app.http2 import Http2
 from app.room import Room, no_room
 from app.turnstile import Turnstile
+from app.unread import Unread
 
 if TYPE_CHECKING:
     from hypercorn.events import Event
@@ -33,6 +34,8 @@ log = logging.getLogger("relevo.http")
 MAX_PIECE_BYTES: Final = 1 << 16
 # For a client that is still sending when the last answer was sent, to read it.
 FAREWELL_SECONDS: Final = 3.0
+# Of one of the last places: the next who comes may be a probe.
+CROWDED_STALL_SECONDS: Final = 3.0
 
 
 class ConnectionConfig(Config):
@@ -44,6 +47,7 @@ class ConnectionConfig(Config):
         connections: those that are open.
         room: for how many there is room.
         turnstile: for the bytes of requests, and for the calls they become.
+        unread: answers that wait for their readers.
     """
 
     stall_seconds: float = 60.0
@@ -53,6 +57,7 @@ class ConnectionConfig(Config):
         self.connections: set[Connection] = set()
         self.room = Room() if room is None else room
         self.turnstile = Turnstile()
+        self.unread = Unread()
 
 
 class Connection(TCPServer):
@@ -65,9 +70,10 @@ class Connection(TCPServer):
     is being refused. Hypercorn lets that error out, and with it the whole server.
 
     *It ends when its client has stopped reading.* Hypercorn's own would wait for ever, and with it the call, whose API
-    key would be short of a place, and the end of the server.
+    key would be short of a place, and the end of the server. It ends sooner where too much waits to be read (`Unread`).
 
-    *It leaves for another* (`Room`) where files run out and it has nothing to do. Nothing of hypercorn's does.
+    *It leaves for another* (`Room`) where files run out and it has nothing to do. Nothing of hypercorn's does. What has
+    come and waits for its turn is something to do.
 
     *It takes its turn* with what comes in (`Turnstile`), before it is taken apart and again before it is answered.
 
@@ -84,9 +90,10 @@ class Connection(TCPServer):
         self._gone = trio.Event()
 
     async def _call(self, app: Any, scope: Any, *args: Any) -> None:
-        self.config.room.note(self, idle=False)
         scope[CROWDED] = self.config.room.is_crowded(self)
-        if scope["http_version"] == "1.1":
+        if isinstance(self.protocol.protocol, Http2):
+            self.protocol.protocol.stall_seconds = self.stall_seconds
+        elif scope["http_version"] == "1.1":
             scope[WRITE_NOW] = self.write_now
             scope[UPLOAD] = self.protocol.protocol
         try:
@@ -96,6 +103,12 @@ class Connection(TCPServer):
             if isinstance(self.protocol.protocol, Http1):
                 # Not before: until now the call has held its key's place, which the next one may need.
                 await self.protocol.protocol.resume()
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long its client may let a piece of an answer wait."""
+        most = self.config.stall_seconds
+        return min(most, CROWDED_STALL_SECONDS) if self.config.room.is_crowded(self) else most
 
     def write_now(self, data: bytes) -> bool:
         """Send a chunk of the body of an answer that has begun, is chunked and has not ended. Never waits.
@@ -127,6 +140,7 @@ class Connection(TCPServer):
         finally:
             self.config.connections.discard(self)
             self.config.room.leave(self)
+            self._give_up()
 
     def _turn_away(self) -> None:
         """Say what fits into the system's buffer; the connection is closed at once, and its file is free."""
@@ -135,10 +149,14 @@ class Connection(TCPServer):
 
     async def cut(self) -> None:
         """End it now, and whatever waits for its client."""
+        self._give_up()
+        await trio.aclose_forcefully(self.stream)
+
+    def _give_up(self) -> None:
+        """Let nothing wait for its client any more."""
         wrapper = getattr(self, "protocol", None)  # not yet where it was accepted a moment ago
         if wrapper is not None and isinstance(wrapper.protocol, Http2):
             wrapper.protocol.give_up()
-        await trio.aclose_forcefully(self.stream)
 
     async def protocol_send(self, event: Event) -> None:
         """Send; a socket that another task is closing at this moment is as good as closed."""
@@ -173,14 +191,22 @@ class Connection(TCPServer):
             data, self._unsent = self._unsent + data, b""
             try:
                 for start in range(0, len(data), MAX_PIECE_BYTES):
-                    with trio.fail_after(self.config.stall_seconds):
-                        await self.stream.send_all(data[start : start + MAX_PIECE_BYTES])
+                    if not await self._send_piece(data[start : start + MAX_PIECE_BYTES], len(data) - start):
+                        await trio.aclose_forcefully(self.stream)
+                        return False
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return False
-            except trio.TooSlowError:
-                await trio.aclose_forcefully(self.stream)
-                return False
         return True
+
+    async def _send_piece(self, piece: bytes, num_left: int) -> bool:
+        """Send one of what is left to send; false where its client does not take it in time."""
+        with trio.move_on_after(self.stall_seconds) as scope:
+            self.config.unread.note(scope.cancel, num_left)
+            try:
+                await self.stream.send_all(piece)
+            finally:
+                self.config.unread.note(scope.cancel, 0)
+        return not scope.cancelled_caught
 
     async def _hear_rest(self) -> None:
         """Read on for a moment: a connection that is closed on unread bytes takes the answer from its client."""
@@ -196,8 +222,11 @@ class Connection(TCPServer):
                 data = await self.stream.receive_some(MAX_RECV)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 break
-            await self.config.turnstile.turn()
-            await self.protocol.handle(RawData(bytes(data)))
+            if self not in self.config.room:
+                break  # another had its place while this was on its way
+            with self.config.room.hearing(self):
+                await self.config.turnstile.turn()
+                await self.protocol.handle(RawData(bytes(data)))
         await self.protocol.handle(Closed())
         self._gone.set()
         await self.idle_task.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import h11
 import trio
@@ -15,6 +15,9 @@ from hypercorn.protocol.h11 import STREAM_ID, H2ProtocolAssumedError, H11Protoco
 from hypercorn.protocol.http_stream import HTTPStream
 
 from app.api.errors import ErrorAnswer
+
+if TYPE_CHECKING:
+    from app.connections import ConnectionConfig
 
 # What may come behind a request before it is answered.
 MAX_AHEAD_BYTES: Final = 1 << 16
@@ -51,11 +54,14 @@ class Http1(H11Protocol):
     *What is too large is refused before it is taken apart.* The parser looks at the size of a head that comes in parts,
     and takes one that comes at once for what it is.
 
+    *A body in crumbs holds up itself*: of what was read at once each piece but the first takes its turn (`Turnstile`).
+
     *Its errors have a shape*, also those of bytes that are no HTTP.
     """
 
     # There is no other kind of connection here (hypercorn has one for WebSocket).
     connection: h11.Connection
+    config: ConnectionConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,6 +91,7 @@ class Http1(H11Protocol):
     async def _handle_events(self) -> None:
         """Take in what has come; one task at a time, so that each part of a request follows the one before it."""
         async with self._turn:
+            is_first = True
             while True:
                 if self._is_head_too_large():
                     await self._refuse(431)
@@ -102,6 +109,9 @@ class Http1(H11Protocol):
                         await self.send(Closed())
                     return
                 elif self.stream is not None and isinstance(event, h11.Data):
+                    if not is_first:
+                        await self.config.turnstile.turn()
+                    is_first = False
                     await self.stream.handle(Body(stream_id=STREAM_ID, data=event.data))
                 elif self.stream is not None and isinstance(event, h11.EndOfMessage):
                     await self.stream.handle(EndBody(stream_id=STREAM_ID))

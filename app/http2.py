@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hyperframe.frame import Frame
 
     from app.connections import ConnectionConfig
+    from app.unread import Unread
 
 # What waits for a reader on one stream; a piece more than that, while it is being handed over.
 MAX_UNSENT_BYTES: Final = 1 << 16
@@ -45,7 +46,8 @@ class Http2(H2Protocol):
 
     *A stream ends when its client has stopped reading.* Hypercorn's own waits for ever for a window that does not open,
     and with it the call, also when stream and connection have long gone. Here every wait ends with the stream, and a
-    stream that takes no piece for `stall_seconds` is reset.
+    stream that takes no piece for `stall_seconds` is reset. So is the one that has taken nothing for longest, of all
+    connections, where too much waits (`Unread`).
 
     *A stream that broke off is reset*, where hypercorn's own leaves its client waiting for the rest.
 
@@ -54,8 +56,11 @@ class Http2(H2Protocol):
 
     *A connection without streams is idle*, however its streams ended.
 
-    *A connection that floods holds up itself*: others have their turn between its frames, and requests that are taken
-    back at once, again and again, end it.
+    *A connection that floods holds up itself*: its frames take turns (`Turnstile`) with whatever else comes in, and
+    requests that are taken back at once, again and again, end it.
+
+    Attributes:
+        stall_seconds: as the connection has it, which knows how much room there is.
     """
 
     config: ConnectionConfig
@@ -75,6 +80,7 @@ class Http2(H2Protocol):
         most_bytes = self.connection.incoming_buffer.max_frame_size
         self.connection.incoming_buffer = _Frames(server=True)
         self.connection.incoming_buffer.max_frame_size = most_bytes
+        self.stall_seconds = self.config.stall_seconds
         self._may_take_back = Bucket(MAX_TAKEN_BACK_A_MINUTE, trio.current_time())
 
     def give_up(self) -> None:
@@ -89,10 +95,11 @@ class Http2(H2Protocol):
             await super().handle(event)
             return
         for start in range(0, len(event.data), MAX_TURN_BYTES):
+            if start:  # the first has had its turn
+                await self.config.turnstile.turn()
             if self.closed:
                 return
             await super().handle(RawData(event.data[start : start + MAX_TURN_BYTES]))
-            await trio.lowlevel.checkpoint()
 
     async def stream_send(self, event: StreamEvent) -> None:
         """Pass on a part of an answer."""
@@ -121,18 +128,19 @@ class Http2(H2Protocol):
             unsent = self.stream_buffers.get(stream_id)
             if unsent is None:
                 return  # its client is gone
-            unsent.put(data[start : start + MAX_UNSENT_BYTES])
+            end = start + MAX_UNSENT_BYTES
+            unsent.put(data[start:end], max(0, len(data) - end))
             await self._wake(stream_id)
-            with trio.fail_after(self.config.stall_seconds):
+            with trio.fail_after(self.stall_seconds):
                 await unsent.wait_until(MAX_UNSENT_BYTES)
 
     async def _end_body(self, stream_id: int) -> None:
         unsent = self.stream_buffers.get(stream_id)
         if unsent is not None:
-            unsent.is_complete = True
+            unsent.complete()
             await self._wake(stream_id)
-            with trio.fail_after(self.config.stall_seconds):
-                await unsent.closed.wait()
+            with trio.fail_after(self.stall_seconds):
+                await unsent.wait_closed()
 
     async def _wake(self, stream_id: int) -> None:
         """Have the sending task look at a stream."""
@@ -214,7 +222,7 @@ class Http2(H2Protocol):
             self.app, self.config, self.context, self.task_group, self.ssl, self.client, self.server, self.stream_send,
             stream_id,
         )  # fmt: skip
-        self.stream_buffers[stream_id] = Unsent()
+        self.stream_buffers[stream_id] = Unsent(self.config.unread)
         self.priority.insert_stream(stream_id)
         self.priority.block(stream_id)
         await stream.handle(
@@ -232,45 +240,86 @@ class Http2(H2Protocol):
 class Unsent:
     """What one stream has still to send; its client shows that it is there by taking it.
 
+    Args:
+        unread: told of all of it.
+
     Attributes:
         has_begun: the answer's head is being sent, or was.
         is_complete: nothing will be added.
-        closed: set when all was sent, or nothing more will be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unread: Unread) -> None:
+        self._unread = unread
         self._data = bytearray()
         self._taken = trio.Event()
+        self._closed = trio.Event()
+        self._num_behind = 0
+        self._is_given_up = False
         self.has_begun = False
         self.is_complete = False
-        self.closed = trio.Event()
 
     @property
     def num_bytes(self) -> int:
         """How much it is."""
         return len(self._data)
 
-    def put(self, data: bytes) -> None:
-        """Add to it."""
+    def put(self, data: bytes, num_behind: int = 0) -> None:
+        """Add to it.
+
+        Args:
+            num_behind: bytes that will be added next and are there already.
+
+        Raises:
+            trio.TooSlowError: it was given up.
+        """
+        self._check()
         self._data += data
+        self._num_behind = num_behind
+        self._unread.note(self.give_up, self.num_bytes + num_behind)
 
     def take(self, max_bytes: int) -> bytes:
         """Take so much from the beginning, or what there is."""
         data = bytes(self._data[:max_bytes])
-        del self._data[:max_bytes]
+        if data:
+            del self._data[:max_bytes]
+            self._unread.note(self.give_up, self.num_bytes + self._num_behind, has_taken=True)
         self._taken.set()
         self._taken = trio.Event()
         return data
 
+    def complete(self) -> None:
+        """Nothing will be added. Raises as `put` does."""
+        self._check()
+        self.is_complete = True
+
     async def wait_until(self, num_bytes: int) -> None:
-        """Wait until no more than this is left, or nothing more will be sent."""
-        while self.num_bytes > num_bytes and not self.closed.is_set():
+        """Wait until no more than this is left, or nothing more will be sent. Raises as `put` does."""
+        while self.num_bytes > num_bytes and not self._closed.is_set():
             await self._taken.wait()
+        self._check()
+
+    async def wait_closed(self) -> None:
+        """Wait until all was sent, or nothing more will be. Raises as `put` does."""
+        await self._closed.wait()
+        self._check()
+
+    def give_up(self) -> None:
+        """The room is needed: let whoever adds to it know that the reader is too slow."""
+        self._is_given_up = True
+        self.is_complete = False  # what is lost now is no end
+        self._data.clear()
+        self.close()
 
     def close(self) -> None:
         """Nothing more is sent."""
-        self.closed.set()
+        self._closed.set()
         self._taken.set()
+        self._num_behind = 0
+        self._unread.note(self.give_up, 0)
+
+    def _check(self) -> None:
+        if self._is_given_up:
+            raise trio.TooSlowError
 
 
 class _Frames(FrameBuffer):

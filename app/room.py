@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, OrderedDict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -13,6 +14,8 @@ from app.open_files import count_open_files, most_open_files
 from engine.errors import BusyError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from app.connections import Connection
 
 log = logging.getLogger("relevo.http")
@@ -23,16 +26,19 @@ MOST_KEPT_FOR_FILES: Final = 64
 MOST_SPARE: Final = 16
 RETRY_SECONDS: Final = 1
 TOLD_EVERY_SECONDS: Final = 3600.0
+_CLOSED: Final = "all are open: for each that comes the longest idle one is closed"
+_CROWDED: Final = "none of them is idle: but for probes and operators, who comes now is told that the server is busy"
+_FULL: Final = "none of those for probes and operators is idle either: who comes now is turned away unheard"
 
 
 class Room:
     """Says which connections may stay. None is kept waiting for a file, and none that is served is closed.
 
     *The longest idle makes room.* A client may keep its connection for its next request, until somebody else needs the
-    place. Who connects and says nothing is idle, too.
+    place. Who connects and says nothing is idle, too; not so who has said something that waits for its turn.
 
-    *Where none is idle* a few more are let in, which are *crowded*: probes and the operator's pages are answered there,
-    and whoever asks for anything else is told that the server is busy.
+    *Where none is idle* a few more are let in, which are *crowded*: probes and operators are answered there, and
+    anybody else is told that the server is busy. As soon as one of the others leaves, one of these has its place.
 
     *Where those are taken, too,* and none of them is idle, who comes is turned away unheard.
 
@@ -48,6 +54,7 @@ class Room:
         self.most = most
         self._usual = _Places(most)
         self._spare = _Places(spare)
+        self._hearing: set[Connection] = set()
         self._told: dict[str, float] = {}
         self.num_closed: Counter[str] = Counter(idle=0, full=0)
 
@@ -69,17 +76,17 @@ class Room:
         Returns:
             The one that is to be closed for it: another, or itself; `None` where there was room.
         """
-        for places in (self._usual, self._spare):
+        for places, otherwise in ((self._usual, _CROWDED), (self._spare, _FULL)):
             if len(places.taken) < places.most:
                 places.take(newcomer)
                 return None
-            victim = places.take_longest_idle()
+            victim = places.take_longest_idle(self._hearing)
             if victim is not None:
                 places.take(newcomer)
                 self.num_closed["idle"] += 1
-                self._tell("all are open: for each that comes the longest idle one is closed")
+                self._tell(_CLOSED)
                 return victim
-            self._tell("none of them is idle: who comes now is told that the server is busy")
+            self._tell(otherwise)
         self.num_closed["full"] += 1
         return newcomer
 
@@ -87,6 +94,12 @@ class Room:
         """It is closed."""
         self._usual.leave(connection)
         self._spare.leave(connection)
+        if self._spare.taken and len(self._usual.taken) < self._usual.most:
+            self._usual.take_over(self._spare)
+
+    def __contains__(self, connection: object) -> bool:
+        """Whether it has a place, and has not lost it to another."""
+        return connection in self._usual.taken or connection in self._spare.taken
 
     def note(self, connection: Connection, *, idle: bool) -> None:
         """Whether a connection has nothing to do, from now on."""
@@ -96,11 +109,17 @@ class Room:
                 if idle:
                     places.idle[connection] = None
 
+    @contextmanager
+    def hearing(self, connection: Connection) -> Iterator[None]:
+        """It has said something that is being heard, and may turn out to be a request."""
+        self._hearing.add(connection)
+        try:
+            yield
+        finally:
+            self._hearing.remove(connection)
+
     def is_crowded(self, connection: Connection) -> bool:
-        """Whether it has one of the spare places; where there is room by now it gets a usual one."""
-        if connection in self._spare.taken and len(self._usual.taken) < self._usual.most:
-            self._spare.leave(connection)
-            self._usual.taken.add(connection)
+        """Whether it has one of the spare places."""
         return connection in self._spare.taken
 
     def _tell(self, what: str) -> None:
@@ -129,13 +148,21 @@ class _Places:
         self.taken.add(newcomer)
         self.idle[newcomer] = None
 
-    def take_longest_idle(self) -> Connection | None:
-        """Free the place of who has been idle for longest."""
-        if not self.idle:
-            return None
-        connection, _ = self.idle.popitem(last=False)
-        self.taken.remove(connection)
+    def take_longest_idle(self, besides: set[Connection]) -> Connection | None:
+        """Free the place of who has been idle for longest, but for some."""
+        connection = next((each for each in self.idle if each not in besides), None)
+        if connection is not None:
+            self.leave(connection)
         return connection
+
+    def take_over(self, others: _Places) -> None:
+        """Give a place to one of those who have another kind: to one that is busy, where there is one."""
+        busy = others.taken - others.idle.keys()
+        connection = next(iter(busy or others.idle))
+        others.leave(connection)
+        self.taken.add(connection)
+        if not busy:
+            self.idle[connection] = None
 
     def leave(self, connection: Connection) -> None:
         """Free its place, where it has one here."""

@@ -26,6 +26,8 @@ UNKNOWN_RETRY_AFTER_SECONDS = 5  # nothing has finished yet
 # Half of the first tokens come later than the rate of reading says, for that is a mean. In simulated overloads of few
 # seats, the worst case, nineteen in twenty came within so many times of it.
 CERTAINTY = 1.5
+# Where everybody answered for hours and nobody was read, the rate is next to nothing.
+FARTHEST_SECONDS = 86_400.0
 
 
 class Forecast(NamedTuple):
@@ -154,8 +156,8 @@ class Door:
             if not rate or (is_first and not stats.knows_reading(now)):
                 return None
             own -= scheduler.kv_cache.num_cached(handle.request.cache_root, token_ids)
-        seat = before if depth else 0
-        return Forecast(CERTAINTY * seat / rate, CERTAINTY * (before + own) / rate)
+        seat, last, longest = (before if depth else 0), before + own, FARTHEST_SECONDS
+        return Forecast(min(CERTAINTY * seat / rate, longest), min(CERTAINTY * last / rate, longest))
 
     def _check_in_time(self, handle: Handle, token_ids: tuple[int, ...], now: float) -> None:
         request, forecast = handle.request, self.predict(handle, token_ids, now)
@@ -222,4 +224,4 @@ class Door:
 
 def _whole(seconds: float) -> int:
     """As `Retry-After` has it."""
-    return max(1, min(math.ceil(round(seconds, 6)), MAX_RETRY_AFTER_SECONDS))
+    return max(1, math.ceil(min(round(seconds, 6), MAX_RETRY_AFTER_SECONDS)))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from app import room as room_module
 from app.open_files import raise_open_files
 from app.room import Room
+from app.turnstile import Turnstile
 from tests.app.serving import CHAT, chat_body, make_settings, open_server
 from tests.app.test_processes import Process
 from tests.app.test_protocols import request
@@ -83,7 +84,9 @@ async def test_the_longest_idle_makes_room(monkeypatch: pytest.MonkeyPatch, capl
     ]
 
 
-async def test_where_none_is_idle_probes_and_operators_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_none_is_idle_probes_and_operators_are_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async with open_narrow_server(monkeypatch, step_seconds=0.05) as server, AsyncExitStack() as stack:
 
         async def come() -> trio.SocketStream:
@@ -108,11 +111,19 @@ async def test_where_none_is_idle_probes_and_operators_are_answered(monkeypatch:
         await over_http2.ask(chat_body(), KEY)
         await over_http2.read_event(h2.events.StreamEnded)
         assert over_http2.status == 503
-        for path, headers in (("/healthz", ""), ("/readyz", ""), ("/admin/config", OPERATOR), ("/metrics", OPERATOR)):
+        mine = "Authorization: Bearer mine\r\n"
+        for path, headers, expected in (
+            ("/healthz", "", 200), ("/readyz", "", 200), ("/admin/config", OPERATOR, 200), ("/metrics", OPERATOR, 200),
+            ("/static/relevo.css", OPERATOR, 200), ("/login", OPERATOR, 200), ("/v1/models", mine, 503),
+            ("/static/relevo.css", "", 503), ("/static/relevo.css", mine, 503), ("/login", "", 503),
+            ("/metrics", mine, 401),
+        ):  # fmt: skip
             prober = Http1Client(await come())
             status, head = await ask(prober, path, headers)
-            assert (status, b"connection: close" in head) == (200, True)
+            assert (path, status, b"connection: close" in head) == (path, expected, True)
             await prober.read_to_end()
+        # Who asked for an answer was refused one.
+        assert server.engine.snapshot()["requests"]["rejected_by_reason"]["busy"] == 3
         # Where that place is taken for long, nobody is heard.
         watcher = Http1Client(await come())
         assert (await ask(watcher, "/ops/events", OPERATOR))[0] == 200
@@ -124,14 +135,48 @@ async def test_where_none_is_idle_probes_and_operators_are_answered(monkeypatch:
         assert server.context.room.num_open == NUM_USUAL + NUM_SPARE
         # None of those that are served has noticed, and with the first that leaves there is room.
         assert server.engine.num_open == NUM_USUAL
-        await watcher.stream.aclose()
+        await served[0].stream.aclose()
         await wait_for(lambda: server.context.room.num_open == NUM_USUAL)
+        # What kept probes out for long is one of the usual ones now.
+        assert (await ask(Http1Client(await come()), "/healthz"))[0] == 200
+        await watcher.stream.aclose()
+        await wait_for(lambda: server.context.room.num_open == NUM_USUAL - 1)
+        served[0] = Http1Client(await come())
+        await served[0].ask(chat_body(max_tokens=400, stream=True), KEY)
+        await served[0].read_until(rb"\r\n\r\n")
         waits = Http1Client(await come())
         await wait_for(lambda: server.context.room.num_open == NUM_USUAL + NUM_SPARE)
         await served[0].stream.aclose()
         await wait_for(lambda: server.context.room.num_open == NUM_USUAL)
-        status, head = await ask(waits, "/v1/models", "Authorization: Bearer mine\r\n")
+        status, head = await ask(waits, "/v1/models", mine)
         assert (status, b"connection: close" in head) == (200, False)
+    told = [record.message.split(", ", 1)[1] for record in caplog.records if "there are files" in record.message]
+    assert [line.partition(": ")[2] for line in told] == [
+        "but for probes and operators, who comes now is told that the server is busy",
+        "for each that comes the longest idle one is closed",
+        "who comes now is turned away unheard",
+    ]
+
+
+async def test_what_has_come_and_waits_for_its_turn_is_no_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_narrow_server(monkeypatch) as server, AsyncExitStack() as stack:
+        clients = [Http1Client(await stack.enter_async_context(await connect(server.port))) for _ in range(NUM_USUAL)]
+        await wait_for(lambda: server.context.room.num_open == NUM_USUAL)
+        waits, may_go_on, turn = trio.Event(), trio.Event(), Turnstile.turn
+
+        async def wait(turnstile: Turnstile) -> None:
+            waits.set()
+            await may_go_on.wait()
+            await turn(turnstile)
+
+        monkeypatch.setattr(Turnstile, "turn", wait)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, clients[0], "/healthz")
+            await waits.wait()
+            await stack.enter_async_context(await connect(server.port))
+            await clients[1].read_to_end()  # the longest idle of those that have said nothing
+            may_go_on.set()
+        assert b" 200 " in clients[0].received
 
 
 @settings(max_examples=50)
@@ -148,7 +193,7 @@ async def test_there_are_never_more_and_none_that_is_busy_is_closed(steps: list[
         elif open_:
             connection = open_[number % len(open_)]
             if what == "call":
-                assert room.is_crowded(connection) <= (len(open_) > 4)
+                assert connection in room
             elif what == "leave":
                 room.leave(connection)
                 open_.remove(connection)
@@ -157,6 +202,8 @@ async def test_there_are_never_more_and_none_that_is_busy_is_closed(steps: list[
                 room.note(connection, idle=what == "idle")
                 (busy.discard if what == "idle" else busy.add)(connection)
         assert room.num_open == len(open_) <= 6
+        # The last places are the last that are taken, and the first that are free.
+        assert len([one for one in open_ if room.is_crowded(one)]) == max(0, len(open_) - 4)
 
 
 @pytest.mark.slow

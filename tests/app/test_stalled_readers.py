@@ -14,7 +14,14 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
-from app.connections import MAX_PIECE_BYTES, Connection, ConnectionConfig, use_connections
+from app.connections import (
+    CROWDED_STALL_SECONDS,
+    MAX_PIECE_BYTES,
+    Connection,
+    ConnectionConfig,
+    use_connections,
+)
+from app.room import Room
 from app.server import IDLE_SECONDS
 from tests.app.wire import open_http2
 
@@ -48,17 +55,18 @@ def open_connection(app: Any) -> tuple[Connection, trio.StapledStream[Any, Any]]
 
 
 class App:
-    """Answers with a megabyte, in one piece or in many."""
+    """Answers with a megabyte or so many bytes, in one piece or in many."""
 
-    def __init__(self, num_pieces: int) -> None:
+    def __init__(self, num_pieces: int, num_bytes: int = 1 << 20) -> None:
         self._num_pieces = num_pieces
+        self._num_bytes = num_bytes
         self.ended_at: float | None = None
 
     async def __call__(self, _scope: Any, _receive: Any, send: Any) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             for _ in range(self._num_pieces):
-                piece = bytes((1 << 20) // self._num_pieces)
+                piece = bytes(self._num_bytes // self._num_pieces)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -152,6 +160,22 @@ async def test_on_http2_who_stops_reading_loses_the_stream_alone(
         await client.until_closed()
         assert trio.current_time() == pytest.approx(STALL_SECONDS + IDLE_SECONDS)
     assert app.ended_at == pytest.approx(STALL_SECONDS)
+
+
+async def test_who_has_one_of_the_last_places_is_waited_for_less_long(autojump_clock: trio.testing.MockClock) -> None:
+    app = App(1)
+    connection, pipe = open_connection(app)
+    connection.config.room = Room(0, 1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.run)
+        client = Http2Client(pipe, 0)
+        client.ask(1)
+        await client.flush()
+        while not any(isinstance(event, h2.events.StreamReset) for event in await client.receive()):
+            pass
+        assert trio.current_time() == pytest.approx(CROWDED_STALL_SECONDS)
+        await pipe.aclose()
+    assert app.ended_at == pytest.approx(CROWDED_STALL_SECONDS)
 
 
 async def test_on_http2_who_reads_slowly_gets_everything(autojump_clock: trio.testing.MockClock) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import h2.connection
+import h2.events
 import pytest
 import trio
 
+from app import http1, http2
 from app import server as app_server
 from app.http import create_app
 from app.turnstile import Turnstile
 from tests.app.serving import open_server
+from tests.app.wire import open_http2, wait_for
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -51,6 +56,48 @@ async def test_one_passes_in_a_round_and_in_order(rounds: Rounds) -> None:
             await trio.lowlevel.checkpoint()  # trio begins the tasks of one round in any order
     assert [number for _, number in passed] == [*range(20)]
     assert len({round_ for round_, _ in passed}) == 20
+
+
+CRUMBS = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + 30 * b"1\r\na\r\n"
+
+
+@pytest.mark.parametrize("protocol", ["http1", "http2"])
+async def test_of_many_that_flood_one_has_a_piece_looked_at_in_a_round(
+    protocol: str, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one of each: whatever else there is to be done in a round waits for one of them, and not for all."""
+    looked_at: list[int] = []
+
+    class Body(http1.Body):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            looked_at.append(rounds.number)
+            super().__init__(*args, **kwargs)
+
+    take = h2.connection.H2Connection.receive_data
+
+    def receive_data(connection: h2.connection.H2Connection, data: bytes) -> list[h2.events.Event]:
+        looked_at.append(rounds.number)
+        return take(connection, data)
+
+    flood, num_looks = CRUMBS, 30
+    if protocol == "http2":
+        talk = open_http2(0)
+        for _ in range(600):
+            talk.ping(b"12345678")
+        flood = talk.data_to_send()
+        num_looks = -(-len(flood) // http2.MAX_TURN_BYTES)
+    async with open_server() as server:
+        streams = [await trio.open_tcp_stream("127.0.0.1", server.port) for _ in range(10)]
+        await trio.sleep(0.05)  # all of them are waited for
+        monkeypatch.setattr(http1, "Body", Body)
+        monkeypatch.setattr(h2.connection.H2Connection, "receive_data", receive_data)
+        for stream in streams:
+            os.write(stream.socket.fileno(), flood)
+        await wait_for(lambda: len(looked_at) == 10 * num_looks)
+        for stream in streams:
+            await stream.aclose()
+    # The first piece of each is a round or two farther behind its turn than the others are.
+    assert max(Counter(looked_at).values()) <= 2
 
 
 async def test_who_gives_up_lets_the_next_pass() -> None:

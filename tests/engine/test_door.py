@@ -6,6 +6,7 @@ import math
 import random
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import Limits, SloTargets
-from engine.door import Door
+from engine.door import FARTHEST_SECONDS, Door
 from engine.errors import DrainingError, LateError, QueueFullError, UnavailableError
 from engine.handle import GenerationRequest, Handle, TextPrompt, TokensPrompt
 from engine.kv_cache import KVCache
@@ -197,19 +198,35 @@ def test_a_busy_rate_knows_nothing_of_idle_time_and_forgets() -> None:
     assert rate.per_second == pytest.approx(0, abs=0.01)
 
 
-async def overload(*, slo_admission: bool, seconds: float = 120.0, **fields: Any) -> dict[str, Any]:
-    """Twice as many requests as four seats can serve, of mixed lengths, at random times."""
+async def overload(
+    *, slo_admission: bool, seconds: float = 120.0, rate: float = 8.0, refused: list[float] | None = None, **fields: Any
+) -> dict[str, Any]:
+    """Requests of mixed lengths, at random times: twice as many as four seats can serve, unless told otherwise.
+
+    Args:
+        rate: requests a second.
+        refused: gets the seconds that each refusal took.
+    """
     config = fake_config(
         max_num_seqs=4, max_waiting=100_000, slow_client_seconds=PATIENT, slo_admission=slo_admission,
         slo=SloTargets(2.0, None, None),
     )  # fmt: skip
     draw = random.Random(7)
-    async with open_fake_engine(config, num_blocks=1024, step_seconds=0.05) as engine:
+
+    async def come(handle: Handle) -> None:
+        begin = trio.current_time()
+        try:
+            await handle.accepted()
+        except UnavailableError:
+            if refused is not None:
+                refused.append(trio.current_time() - begin)
+
+    async with open_fake_engine(config, num_blocks=1024, step_seconds=0.05) as engine, trio.open_nursery() as nursery:
         due = trio.current_time()
         end = due + seconds
-        while (due := due + draw.expovariate(8.0)) < end:
+        while (due := due + draw.expovariate(rate)) < end:
             await trio.sleep_until(due)
-            engine.submit(ask(draw.randint(10, 60), draw.randint(5, 35), **fields))
+            nursery.start_soon(come, engine.submit(ask(draw.randint(10, 60), draw.randint(5, 35), **fields)))
         snapshot = engine.snapshot()
         engine.abort_all("admin")
         await engine.wait_idle()
@@ -228,6 +245,38 @@ async def test_at_twice_the_load_who_is_let_in_has_its_first_token_in_time(autoj
     late = strict["requests"]["rejected_by_reason"]
     assert late["late"] > 200
     assert late["queue_full"] == 0
+
+
+async def test_at_three_times_the_load_the_surplus_is_refused_at_once_and_the_rest_is_served(
+    autojump_clock: MockClock,
+) -> None:
+    """Whatever the load: no step passes before a refusal, and as many have their first token in time as at the best."""
+
+    def good(snapshot: dict[str, Any]) -> float:
+        share: float = snapshot["slo"]["attainment"]["ttft_p95_seconds"]
+        return share * float(snapshot["requests"]["finished_by_reason"]["length"])
+
+    refused: list[float] = []
+    run = partial(overload, slo_admission=True, seconds=45.0)
+    below = [good(await run(rate=rate)) for rate in (3.5, 4.0)]
+    assert good(await run(rate=12.0, refused=refused)) >= 0.9 * max(below)
+    assert len(refused) > 300
+    assert max(refused) == 0
+
+
+def test_what_was_measured_of_an_age_without_prompts_is_no_number_beyond_all() -> None:
+    """Six hours in which everybody answered and nobody was read: the rate is next to nothing, and not nothing."""
+    room = Room(slo_admission=True)
+    room.stats.full_prompt_rate.add(1, 1.0)
+    while (room.stats.full_prompt_rate.per_second or 0) > 1e-310:
+        room.stats.full_prompt_rate.add(0, 10.0)
+    room.come()
+    handle = Handle(ask(timeout_seconds=2.0), 2, 0.0)
+    room.door.add(handle)
+    with pytest.raises(LateError) as late:
+        room.door.check_tokens(handle, (1,) * 50, 0.0)
+    assert late.value.facts["predicted_ttft_seconds"] == FARTHEST_SECONDS
+    assert late.value.retry_after_seconds == 60
 
 
 async def test_a_requests_own_deadline_goes_before_the_target(autojump_clock: MockClock) -> None:

@@ -12,7 +12,15 @@ from app.limit.bounds import bound_words
 from app.limit.report_charts import charts_of
 from app.limit.report_tune import tune_variables
 from app.limit.runs import WANTED_SAMPLES
-from app.limit.words import LATENCIES, generator_line, limit_lines, per_second, policy_rows
+from app.limit.words import (
+    LATENCIES,
+    class_rows,
+    generator_line,
+    latency_cells,
+    limit_lines,
+    per_second,
+    policy_rows,
+)
 from app.render import numbers
 from app.render.limit import tiles_of, verdict_of, verdict_words
 from app.render.plain import plain_of
@@ -70,7 +78,7 @@ def page_of(result: Mapping[str, Any], older: Mapping[str, Any] | None = None) -
             percents=[f"p{percent}" for percent in WANTED_SAMPLES],
             rows=rows,
             wanted=_wanted(),
-            classes=_class_rows(result),
+            classes=class_rows(result),
             policies=policy_rows(result) if "policies" in result else [],
             policy=result.get("policy"),
             tune=tune_variables(result["tune"]) if "tune" in result else None,
@@ -140,7 +148,8 @@ def _row(run: Mapping[str, Any]) -> Row:
     return Row(
         rate=per_second(run["rate"]),
         seed=run["seed"],
-        latencies=[_latency(run, name) for name in LATENCIES],
+        # Of gaps there are many in an answer, which are not independent.
+        latencies=[(latency_cells(run, name), numbers.count(run.get(f"{name}_samples") or None)) for name in LATENCIES],
         cells=[
             numbers.count(run["requests"]),
             f"{run['goodput']:.2f}",
@@ -155,33 +164,8 @@ def _row(run: Mapping[str, Any]) -> Row:
     )
 
 
-def _latency(run: Mapping[str, Any], name: str) -> tuple[list[str], str]:
-    """Percentiles, and how many values they rest on: of gaps there are many in an answer, which are not independent."""
-    samples = run.get(f"{name}_samples")
-    cells = []
-    for percent, wanted in WANTED_SAMPLES.items():
-        seconds = run[f"{name}_p{percent}_seconds"]
-        cells.append(str(numbers.seconds(seconds)) + ("*" if seconds is not None and run["requests"] < wanted else ""))
-    return cells, numbers.count(samples or None)
-
-
 def _wanted() -> str:
     return ", ".join(f"{numbers.count(number)} for a p{percent}" for percent, number in WANTED_SAMPLES.items())
-
-
-def _class_rows(result: Mapping[str, Any]) -> list[tuple[str, str, list[str]]]:
-    """Rate, class and the p95 of each latency, where there are several classes of work."""
-    if len(result["classes"]) < 2:
-        return []
-    return [
-        (
-            per_second(run["rate"]),
-            one["name"],
-            [str(numbers.seconds(latencies[f"{name}_p95_seconds"])) for name in LATENCIES],
-        )
-        for run in result["curve"]
-        for one, latencies in zip(result["classes"], run["classes"], strict=True)
-    ]
 
 
 def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:

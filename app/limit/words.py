@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LATENCIES: Final = {"ttft": "first token", "itl": "gap", "e2e": "answer"}
+P95: Final = [f"{name} p95" for name in LATENCIES.values()]
 # What happens where a promise is not kept; {of} names the class of work where there are several.
 BROKEN: Final = {
     "ttft": "first tokens{of} come too late",
@@ -38,7 +39,7 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
 def _what_came(result: Mapping[str, Any]) -> list[str]:
     return [
         *table(result["curve"]),
-        *(["", *_table_of_classes(result)] if len(result["classes"]) > 1 else []),
+        *(["", *aligned([["requests/s", "seed", "class", *P95], *rows])] if (rows := class_rows(result)) else []),
         *([""] if result["curve"] else []),
         *limit_lines(result),
         *_single_line(result),
@@ -85,7 +86,7 @@ def table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
             [
                 per_second(run["rate"]),
                 str(run["seed"]),
-                *_latency_cells(run, run["requests"]),
+                *[cell for name in LATENCIES for cell in latency_cells(run, name)],
                 numbers.count(run["requests"]),
                 f"{run['goodput']:.2f}",
                 f"{run['waiting']:.1f}",
@@ -98,19 +99,26 @@ def table(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     return aligned(rows)
 
 
-def _table_of_classes(result: Mapping[str, Any]) -> list[str]:
-    rows = [["requests/s", "seed", "class", *(f"{name} p95" for name in LATENCIES.values())]]
-    for run in result["curve"]:
-        for one, latencies in zip(result["classes"], run["classes"], strict=True):
-            cells = [str(numbers.seconds(latencies[f"{name}_p95_seconds"])) for name in LATENCIES]
-            rows.append([per_second(run["rate"]), str(run["seed"]), one["name"], *cells])
-    return aligned(rows)
-
-
-def _latency_cells(run: Mapping[str, Any], samples: int) -> list[str]:
+def class_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Rate, seed, class and the p95 of each latency, where there are several classes of work."""
+    if len(result["classes"]) == 1:
+        return []
     return [
-        str(numbers.seconds(seconds)) + ("*" if samples < wanted and seconds is not None else "")
-        for name in LATENCIES
+        [
+            per_second(run["rate"]),
+            str(run["seed"]),
+            one["name"],
+            *[str(numbers.seconds(latencies[f"{name}_p95_seconds"])) for name in LATENCIES],
+        ]
+        for run in result["curve"]
+        for one, latencies in zip(result["classes"], run["classes"], strict=True)
+    ]
+
+
+def latency_cells(run: Mapping[str, Any], name: str) -> list[str]:
+    """The percentiles of one latency, with a star where there are too few answers for one."""
+    return [
+        str(numbers.seconds(seconds)) + ("*" if run["requests"] < wanted and seconds is not None else "")
         for percent, wanted in WANTED_SAMPLES.items()
         for seconds in [run[f"{name}_p{percent}_seconds"]]
     ]

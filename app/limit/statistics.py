@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from app.compare.runs import MAX_GROWTH
+from app.limit.piling import piling_excess
 from app.limit.runs import MAX_EXCESS
 
 if TYPE_CHECKING:
@@ -50,12 +51,12 @@ class Interval(NamedTuple):
         return math.isinf(self.high)
 
 
-def limit_of(runs: Sequence[Run], num_draws: int = NUM_DRAWS) -> Interval | None:
+def limit_of(runs: Sequence[Run]) -> Interval | None:
     """Where the fit crosses the promise under the seed that does so first; `None` where that is below all rates."""
     estimate = estimate_of(runs)
     if estimate is None:
         return None
-    drawn = _crossings(runs, np.array([_drawn(run, num_draws) for run in runs]), _slope(runs))
+    drawn = _crossings(runs, np.array([_drawn(run) for run in runs]), _slope(runs))
     # Where a draw holds nowhere, all that is known is that its limit would be below the lowest rate.
     least = min(run.rate for run in runs)
     low, high = (
@@ -72,14 +73,14 @@ def estimate_of(runs: Sequence[Run]) -> float | None:
     return estimate
 
 
-def margin_of(run: Run, other: Run, num_draws: int = NUM_DRAWS) -> Interval | None:
+def margin_of(run: Run, other: Run) -> Interval | None:
     """How far a run is from the promise, over how far another is of the same requests at the same rate.
 
     Below 1 it is nearer. The same requests are drawn for both. `None` where one of them was ended early.
     """
     if run.stopped or other.stopped or len(run.seen) != len(other.seen):
         return None
-    ratios = np.exp(_drawn(run, num_draws) - _drawn(other, num_draws))
+    ratios = np.exp(_drawn(run) - _drawn(other))
     estimate = math.exp(_log(run.excess) - _log(other.excess))
     low, high = (float(np.percentile(ratios, percent)) for percent in INTERVAL)
     return Interval(estimate, min(low, estimate), max(high, estimate))
@@ -165,15 +166,16 @@ def isotonic(rates: np.ndarray, values: np.ndarray) -> list[tuple[float, float]]
     return [(rate, mean) for _, mean, members in blocks for rate in members]
 
 
-def _drawn(run: Run, num_draws: int) -> np.ndarray:
+def _drawn(run: Run) -> np.ndarray:
     """The run's distance from the promise, as the logarithm of the ratio, for requests drawn anew: [draws]."""
     ordered = sorted(range(len(run.seen)), key=lambda index: run.seen[index].due)
     size = max(1, round(math.sqrt(len(ordered))))
     entries = [(allowed, np.array(pairs)[ordered]) for _, allowed, pairs in run.entries()]
     starts = np.arange(0, len(ordered), size)
     rng = np.random.default_rng(run.seed)
-    picks = rng.multinomial(len(starts), np.full(len(starts), 1 / len(starts)), num_draws)  # [draws, blocks]
+    picks = rng.multinomial(len(starts), np.full(len(starts), 1 / len(starts)), NUM_DRAWS)  # [draws, blocks]
     worst = np.maximum(run.excesses().get("preemptions", 0.0), _growth_drawn(run, ordered, size, picks))
+    worst = np.maximum(worst, _piling_drawn(run, ordered, size, picks))
     for allowed, pairs in entries:
         missed, total = (picks @ np.add.reduceat(pairs, starts)).T  # [draws] each
         ratio = np.where(missed > 0, MAX_EXCESS, 0.0)
@@ -206,6 +208,12 @@ def _growth_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray
     doubled = np.divide(after, 2 * before, out=np.full(len(picks), np.inf), where=before > 0)
     grown: np.ndarray = np.where(after > before, np.minimum(doubled, (after - before) / (MAX_GROWTH * passed)), 0.0)
     return grown
+
+
+def _piling_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray) -> np.ndarray:
+    """`piling_excess` for requests drawn anew: [draws]; `ordered`, `size` and `picks` as in `_growth_drawn`."""
+    due, there = np.array([(run.seen[place].due, run.seen[place].num_there) for place in ordered], float).T
+    return piling_excess(due, there, run.rate, picks[:, np.arange(len(ordered)) // size])
 
 
 def _medians(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

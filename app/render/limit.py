@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from app.limit.against import against_lines
@@ -191,7 +190,7 @@ def kept_variables(briefs: Sequence[Mapping[str, Any]], problem: str) -> dict[st
     rows = [
         {
             "id": brief["id"],
-            "time": _clock(brief["began"]),
+            "time": numbers.clock_of(brief["began"]),
             "workload": brief["workload"],
             "note": brief["note"],
             "beside": brief["beside_users"],
@@ -361,12 +360,8 @@ def _about(told: Mapping[str, Any]) -> str:
         if asked[f"{name}_p95_seconds"] is not None
     ]
     promised = f"95 % of {', '.join(targets)}" if targets else "targets of their own"
-    return f"{asked['workload']}; {promised}; by {told['who']}, {_clock(told['began'])}"
+    return f"{asked['workload']}; {promised}; by {told['who']}, {numbers.clock_of(told['began'])}"
 
 
 def _interval(limit: Mapping[str, Any]) -> str | None:
     return None if limit["requests_per_second"] is None else interval_words(limit)
-
-
-def _clock(iso: str) -> str:
-    return numbers.clock(datetime.fromisoformat(iso).timestamp())

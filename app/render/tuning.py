@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from app.live_change import ABSENT, CHOICES, KEYS, SOURCES
@@ -72,7 +71,11 @@ def admin_variables(config: Mapping[str, Any], limits: Limits, now: Situation) -
         "drain_words": drain_words(now),
         "flush_words": flush_words(now),
         "reverts": [
-            {"title": words.word(words.SETTINGS, key), "to": _shown(key, revert["to"]), "at": _clock(revert["at"])}
+            {
+                "title": words.word(words.SETTINGS, key),
+                "to": _shown(key, revert["to"]),
+                "at": numbers.clock_of(revert["at"]),
+            }
             for key, revert in config["reverts"].items()
         ],
         "fields": [_field(key, effective[key], config, now_words(key, limits, now)) for key in effective],
@@ -151,12 +154,12 @@ def list_history(effective: Mapping[str, Any], generation: int, entries: Sequenc
             "current": not entry.deed and not any(row["current"] for row in rows),
             "deed": entry.deed,
             "outcome": entry.outcome,
-            "time": _clock(entry.time),
+            "time": numbers.clock_of(entry.time),
             "time_iso": entry.time,
             "who": entry.who,
             "reason": entry.reason,
-            "expires": _clock(entry.expires) if entry.expires else None,
-            "reverted": _clock(entry.reverted) if entry.reverted else None,
+            "expires": numbers.clock_of(entry.expires) if entry.expires else None,
+            "reverted": numbers.clock_of(entry.reverted) if entry.reverted else None,
             "changes": list_changes(entry.changes),
             "values": dict(values),
             "effect": None,
@@ -203,7 +206,7 @@ def effect_view(told: Mapping[str, Any] | None) -> dict[str, Any] | None:
     ]
     return {
         "state": told["state"],
-        "at": _clock(told["at"]) if told["at"] else None,
+        "at": numbers.clock_of(told["at"]) if told["at"] else None,
         "window": numbers.duration(told["window_seconds"]),
         "rows": _effect_rows(told["before"], told["after"]) if told["before"] else [],
         "others": others,
@@ -247,7 +250,3 @@ def _row(
 def _shown(key: str, value: Any) -> Any:
     """A setting's value, or the word for it."""
     return ABSENT.get(key, value) if value == 0 and not isinstance(value, bool) else value
-
-
-def _clock(iso: str) -> str:
-    return numbers.clock(datetime.fromisoformat(iso).timestamp())

@@ -142,27 +142,24 @@ class CostModel:
         num_parameters: float,
         bytes_per_weight: float,
         kv_bytes_per_token: float,
-        attention_flops_per_pair: float = 0.0,
-        engine_step_seconds: float = 0.0,
-        engine_row_seconds: float = 0.0,
     ) -> CostModel:
         """Another machine, by the two rates that bound it: `max(read the weights, tokens x arithmetic)`.
+
+        It reads its cache too. The arithmetic of attention and the engine's own time are not counted.
 
         Args:
             memory_gb_per_second: what it reads, in 10^9 bytes; the rate it reaches rather than that of the sheet.
             tflops: what it multiplies, in 10^12 operations.
             num_parameters: of the model, head included.
             kv_bytes_per_token: of all layers.
-            attention_flops_per_pair: 4 x layers x heads x head size.
 
         Raises:
             ConfigError: a number is out of range.
         """
         needed = (memory_gb_per_second, tflops, num_parameters, bytes_per_weight)
-        rest = (kv_bytes_per_token, attention_flops_per_pair, engine_step_seconds, engine_row_seconds)
-        if not (all(0 < value < math.inf for value in needed) and all(0 <= value < math.inf for value in rest)):
+        if not (all(0 < value < math.inf for value in needed) and 0 <= kv_bytes_per_token < math.inf):
             raise ConfigError(
-                "A machine needs memory rate, TFLOP/s, parameters and bytes a weight above 0, costs from 0."
+                "A machine needs memory rate, TFLOP/s, parameters and bytes a weight above 0, cache bytes from 0."
             )
         read_rate, flops = memory_gb_per_second * 1e9, tflops * 1e12
         read, per_token = num_parameters * bytes_per_weight / read_rate, 2 * num_parameters / flops
@@ -170,10 +167,7 @@ class CostModel:
         return cls(
             products=Curve(((knee, read), (2 * knee, 2 * read))),
             decode_token_seconds=kv_bytes_per_token / read_rate,
-            prefill_pair_seconds=attention_flops_per_pair / flops,
             prefill_context_seconds=kv_bytes_per_token / read_rate,
-            engine_step_seconds=engine_step_seconds,
-            engine_row_seconds=engine_row_seconds,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -76,14 +76,12 @@ def test_another_machine_reads_its_weights_or_multiplies() -> None:
         num_parameters=8e9,
         bytes_per_weight=2,
         kv_bytes_per_token=131_072,
-        attention_flops_per_pair=4 * 32 * 32 * 128,
-        engine_step_seconds=1e-3,
     )
     assert model.products.at(1) == pytest.approx(8e-3)
     assert model.products.at(200) == pytest.approx(8e-3)
     assert model.products.at(2000) == pytest.approx(80e-3)
     assert model.decode_token_seconds == pytest.approx(131_072 / 2e12)
-    assert model.seconds(StepShape(1, 1, 1, 0)) == pytest.approx(9e-3)
+    assert model.seconds(StepShape(1, 1, 1, 0)) == pytest.approx(8e-3)
     with pytest.raises(ConfigError, match="above 0"):
         CostModel.of_machine(
             memory_gb_per_second=0, tflops=1, num_parameters=1, bytes_per_weight=1, kv_bytes_per_token=1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from statistics import fmean, median
+from itertools import pairwise
+from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
 from app.limit.load import WARM_UP_SHARE
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # A search that is not out of time tries rates down to less than this share of the capacity.
 LOW_SHARE = 0.04
+# Gaps with such a coefficient of variation come in bursts; a run is to have so many that are independent.
+BURSTY_CV, MIN_INDEPENDENT = 2.0, 30
 # More of the tokens that were asked for are missing, not counting one an answer, which may be one that is not told.
 MISSING_SHARE = 0.03
 NAMES = {"ttft": "the first token", "itl": "the gaps between tokens", "e2e": "the whole answer"}
@@ -91,7 +94,7 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
         num_seeds: how many were to be tried near the limit.
         longer: what to give where there was no time.
     """
-    remarks = [*_on_samples(result, runs)]
+    remarks = [*_on_samples(result, runs), *_on_bursts(result, runs)]
     kinds = Counter(seen.error for run in runs for seen in run.seen if seen.error)
     if kinds:
         remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
@@ -138,6 +141,21 @@ def _on_lengths(runs: Sequence[Run]) -> Iterator[str]:
         yield (
             f"Answers had {numbers.percent(came / asked)} of the tokens that were asked for: the server ends them by "
             "itself, whatever ignore_eos says, and the limit is of such answers."
+        )
+
+
+def _on_bursts(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]:
+    """That requests came in bursts, and so few of them that blocks of requests do not tell the chance in it."""
+    dues = min([sorted(seen.due for seen in run.seen) for run in runs if not run.stopped], key=len, default=[])
+    gaps = [after - before for before, after in pairwise(dues)]
+    if not any(gaps):
+        return
+    cv = result["workload"]["gap_cv"] or pstdev(gaps) / fmean(gaps)
+    if cv >= BURSTY_CV and (independent := len(dues) / cv**2) < MIN_INDEPENDENT:
+        yield (
+            f"Requests came in bursts, with gaps of a CV of {cv:.2g}: for chance the {len(dues)} of a run are no more "
+            f"than about {max(1, round(independent))} that come singly, and the interval, which takes bursts apart, is "
+            "too narrow. Give a larger --requests, and a larger --repeats."
         )
 
 

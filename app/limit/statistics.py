@@ -5,8 +5,10 @@ For each seed the logarithm is fitted by the rising steps nearest to it (isotoni
 seed is where the fit crosses 0. The limit is the lowest of these. It lies between rates that were tried, as a rule, and
 a run just below it may have been lost by chance: what was seen to hold is `search.highest_held`. For the interval the
 requests of each run are drawn anew in blocks, as those that follow one another wait together. At all rates of a seed
-the same blocks are drawn: the same requests came there, so a hard stretch of them is hard at every rate. A repeat is
-made at one rate or two; for the interval its own limit is told from how far it was from the promise there.
+that were tried to the end the same blocks are drawn: the same requests came there, so a hard stretch of them is hard at
+every rate. Of a run that was ended early there are fewer. It seems nearer to the promise than it would have come to be,
+where waits grow, so that distances seem to rise more slowly with the rate: that makes the interval no narrower. A
+repeat is made at one rate or two; for the interval its own limit is told from how far it was from the promise there.
 """
 
 from __future__ import annotations

@@ -389,6 +389,35 @@ def test_answers_that_are_shorter_than_was_asked_for_are_told() -> None:
     assert said.replace("\N{NO-BREAK SPACE}", " ").startswith("Answers had 50 % of the tokens that were asked for")
 
 
+@pytest.mark.parametrize(
+    ("arrivals", "gap_cv", "num", "said"),
+    [
+        ("gamma", 13.0, 450, "a CV of 13: for chance the 450 of a run are no more than about 3 that come singly"),
+        ("gamma", 3.0, 450, ""),
+        ("gamma", 3.0, 200, "the 200 of a run are no more than about 22 that"),
+        ("poisson", 1.0, 20, ""),
+        ("constant", 1.0, 450, ""),
+    ],
+)
+def test_that_there_were_too_few_bursts_for_an_interval_is_told(
+    arrivals: str, gap_cv: float, num: int, said: str
+) -> None:
+    source = replace(SOURCE, arrivals=arrivals, gap_cv=gap_cv)
+    runs = []
+    for rate in (5.0, 6.0):
+        run, load = make_run(rate, ttft=lambda _: 0.1, num=num), source.make(num, rate, 0)
+        dues = [item.arrival_seconds for item in load.workload.items[slice(*load.counted)]]
+        runs.append(replace(run, seen=tuple(replace(one, due=due) for one, due in zip(run.seen, dues, strict=True))))
+    options = Options(targets=TARGETS, arrivals=arrivals, gap_cv=gap_cv)
+    remarks = summarize(Outcome({}, source, None, 20.0, runs, 1.0), options)["remarks"]
+    told = [remark for remark in remarks if "came in bursts" in remark]
+    assert len(told) == bool(said)
+    assert all(said in remark for remark in told)
+    # Of other arrivals, as those of a trace, it is told by the gaps themselves.
+    other = Outcome({}, replace(source, arrivals="poisson"), None, 20.0, runs, 1.0)
+    assert any("came in bursts" in remark for remark in summarize(other, options)["remarks"]) == bool(said)
+
+
 def test_a_mix_without_a_target_is_told_what_its_file_lacks(tmp_path: Path) -> None:
     path = tmp_path / "mix.toml"
     lines = [f'{name}_p95_seconds = "none"\n' for name in ("ttft", "itl", "e2e")]

@@ -38,11 +38,6 @@ class Caller:
     background: bool = False
     key_identity: str = ""
 
-    @property
-    def key(self) -> str:
-        """As `GenerationRequest.key`."""
-        return self.key_identity or self.key_name
-
 
 NOBODY: Final = Caller()
 

@@ -12,7 +12,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.config_types import ApiKeys, Bytes, Names, Origins, Secret
-from engine.config import MAX_SPECULATIVE_TOKENS, MAX_WAITING, MAX_WAITING_TOKENS, EngineConfig, SloTargets
+from engine.config import (
+    MAX_QUEUE_DELAY_SECONDS,
+    MAX_SPECULATIVE_TOKENS,
+    MAX_TARGETS,
+    MAX_WAITING,
+    MAX_WAITING_TOKENS,
+    EngineConfig,
+    SloTargets,
+)
 from engine.errors import ConfigError
 
 _CAPACITY_FACTOR = 4
@@ -136,7 +144,11 @@ class SchedulerSection(Section):
         le=4096,
     )
     dynamic_max_queue_delay_seconds: float = setting(
-        0.1, "seconds", "the first waits so long for a batch under the dynamic policy; live", ge=0, le=3600
+        0.1,
+        "seconds",
+        "the first waits so long for a batch under the dynamic policy; live",
+        ge=0,
+        le=MAX_QUEUE_DELAY_SECONDS,
     )
     num_speculative_tokens: int = setting(
         7,
@@ -260,7 +272,7 @@ class SloSection(Section):
         "95 % of first tokens come within it; about how long a person waits calmly; live",
         absent="none",
         gt=0,
-        le=3600,
+        le=MAX_TARGETS["ttft_p95_seconds"],
     )
     itl_p95_seconds: float | None = setting(
         0.25,
@@ -268,7 +280,7 @@ class SloSection(Section):
         "95 % of gaps between tokens; four tokens a second is reading speed; live",
         absent="none",
         gt=0,
-        le=3600,
+        le=MAX_TARGETS["itl_p95_seconds"],
     )
     e2e_p95_seconds: float | None = setting(
         None,
@@ -276,7 +288,7 @@ class SloSection(Section):
         "95 % of whole answers; none, because it depends on their length; live",
         absent="none",
         gt=0,
-        le=86400,
+        le=MAX_TARGETS["e2e_p95_seconds"],
     )
 
 
@@ -289,7 +301,7 @@ class SloBackgroundSection(Section):
         "95 % of first tokens of background work; none, because it waits for the interactive; live",
         absent="none",
         gt=0,
-        le=86400,
+        le=MAX_TARGETS["background_ttft_p95_seconds"],
     )
     itl_p95_seconds: float | None = setting(
         None,
@@ -297,7 +309,7 @@ class SloBackgroundSection(Section):
         "95 % of gaps between tokens of background work; none, because nobody watches it come; live",
         absent="none",
         gt=0,
-        le=86400,
+        le=MAX_TARGETS["background_itl_p95_seconds"],
     )
     e2e_p95_seconds: float | None = setting(
         None,
@@ -305,7 +317,7 @@ class SloBackgroundSection(Section):
         "95 % of whole answers of background work; to be set where results are due at some time; live",
         absent="none",
         gt=0,
-        le=86400,
+        le=MAX_TARGETS["background_e2e_p95_seconds"],
     )
 
 

@@ -90,11 +90,6 @@ class Extras:
         self._end_ids: Ints = np.array(ends, dtype=np.int64)
         self._state: ConstraintState | None = None
 
-    @staticmethod
-    def wanted(params: SamplingParams) -> bool:
-        """Whether a request asks for any of it."""
-        return not params.is_plain
-
     def adjust(self, logits: torch.Tensor, stop_ids: Ints, *, early: bool = False) -> bool:
         """Change the seat's logits, [V] float32, before a token is drawn.
 

@@ -15,6 +15,7 @@ from engine.batching import make_batching
 from engine.config import MAX_WAITING, SWITCHES, live_range
 from engine.door import Door
 from engine.errors import UnavailableError
+from engine.experience import Course, all_experience, course
 from engine.faults import Notice
 from engine.handle import Handle
 from engine.ingress import Ingress
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig, Limits
     from engine.errors import RelevoError
-    from engine.experience import Course
     from engine.gpu.device import Device
     from engine.grammar.compiler import GrammarCompiler
     from engine.handle import GenerationRequest
@@ -315,11 +315,11 @@ class Engine:
 
     def experience(self, window_seconds: int) -> dict[str, Any]:
         """What the snapshot says of the last five minutes, of another window (`engine.timeline.WINDOWS`) instead."""
-        return self._report.experience(trio.current_time(), window_seconds)
+        return all_experience(self._stats, trio.current_time(), window_seconds)
 
     def course(self, window_seconds: int) -> Course:
         """What interactive work met in a window, column by column."""
-        return self._report.course(trio.current_time(), window_seconds)
+        return course(self._stats.interactive, trio.current_time(), window_seconds)
 
     def table(self, num_steps: int, last_step: int | None = None) -> dict[str, Any]:
         """`table` of the snapshot with its last steps alone, or those up to `last_step`; a small part of the whole."""

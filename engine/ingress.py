@@ -18,13 +18,13 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.handle import ChatPrompt, TextPrompt, TokensPrompt
-from engine.loaded import require_chat_template
+from engine.loaded import check_in_vocabulary, require_chat_template
 from engine.messages import Add, End, Opened
 from engine.sequence import MAX_LOGPROBS, FinishReason, Sequence
 from engine.text_guard import strings_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from engine.constraint import Constraint
     from engine.grammar.compiler import GrammarCompiler
@@ -202,7 +202,7 @@ class Ingress:
         if len(token_ids) > self._usable_capacity:
             raise ContextLengthError(len(token_ids), self._usable_capacity, param=param)
         params = handle.request.params
-        self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")
+        check_in_vocabulary(self._tokenizer, [token_id for token_id, _ in params.logit_bias], "logit_bias")
         if params.num_logprobs is not None and not 0 <= params.num_logprobs <= MAX_LOGPROBS:
             message = f"Log-probabilities of {params.num_logprobs} tokens are asked for; it can be 0 to {MAX_LOGPROBS}."
             raise InvalidRequestError(message, param="logprobs")
@@ -216,7 +216,7 @@ class Ingress:
             case TokensPrompt(token_ids):
                 if len(token_ids) > self._usable_capacity:
                     raise ContextLengthError(len(token_ids), self._usable_capacity, param=prompt.param)
-                self._check_ids(token_ids, prompt.param)
+                check_in_vocabulary(self._tokenizer, token_ids, prompt.param)
                 return token_ids
             case TextPrompt(text):
                 encode = partial(self._tokenizer.encode, text, parse_control=True)
@@ -227,12 +227,6 @@ class Ingress:
         if _length(prompt) > LONG_TEXT:
             return tuple(await trio.to_thread.run_sync(encode))
         return tuple(encode())
-
-    def _check_ids(self, token_ids: Collection[int], param: str) -> None:
-        last = self._tokenizer.vocab_size - 1
-        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-            if not 0 <= token_id <= last:
-                raise InvalidRequestError(f"Token id {token_id} is not in the vocabulary of 0 to {last}.", param=param)
 
 
 def _length(prompt: TextPrompt | TokensPrompt | ChatPrompt) -> int:

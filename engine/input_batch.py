@@ -164,7 +164,7 @@ class InputBatch:
         try:
             self._token_ids[seat, : len(seated.token_ids)] = seated.token_ids
             self.sampling.set(seat, seated.params, seated.num_prompt_tokens)
-            if Extras.wanted(seated.params):
+            if not seated.params.is_plain:
                 num_prompt_tokens = seated.num_prompt_tokens
                 self.extras[seat] = Extras(seated.params, seated.token_ids, num_prompt_tokens, self._vocab_size)
         except Exception as error:

@@ -9,7 +9,7 @@ from engine.errors import InvalidRequestError
 from engine.gpu.device import CPU, Device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from engine.stepper import Runner
 
@@ -113,6 +113,15 @@ class LoadedModel:
     device: Device = CPU
     remarks: tuple[str, ...] = ()
     is_batch_invariant: bool = True
+
+
+def check_in_vocabulary(tokenizer: TokenizerLike, token_ids: Collection[int], param: str) -> None:
+    """Raise `InvalidRequestError` where an id is not in the vocabulary."""
+    last = tokenizer.vocab_size - 1
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id <= last:
+            message = f"'{param}' has token id {token_id}, which is not in the vocabulary of 0 to {last}."
+            raise InvalidRequestError(message, param=param)
 
 
 def require_chat_template(template: ChatTemplateLike | None) -> ChatTemplateLike:

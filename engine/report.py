@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import RequestError, UnavailableError
-from engine.experience import all_experience, course
+from engine.experience import all_experience
 from engine.handle import ABORT_CAUSES
 from engine.place import line_of, why_waits
-from engine.sequence import CLASSES
+from engine.sequence import CLASSES, FinishReason
 from engine.timeline import DEFAULT_WINDOW
 from engine.waiting import served_by_key
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig, Limits
     from engine.errors import RelevoError
-    from engine.experience import Course
     from engine.scheduler import Scheduler
     from engine.scheduling import Scheduling
     from engine.stats import Histogram, Stats
 
 WAIT_REASONS = ("seats", "token_budget", "kv_memory", "policy", "switching", "shared_prompt", "fault")
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 PHASES = ("door", "queued", "prefill", "decode")
 # Of those that wait so many are told one by one: it is done every second.
 MAX_LISTED_WAITING = 1000
@@ -135,14 +134,6 @@ class Report:
             "config": asdict(limits),
             "table": self._scheduling.log.table(limits),
         }
-
-    def experience(self, now: float, seconds: int) -> dict[str, Any]:
-        """What the snapshot says of the last five minutes, of another window instead."""
-        return all_experience(self._stats, now, seconds)
-
-    def course(self, now: float, seconds: int) -> Course:
-        """A window of interactive work, column by column."""
-        return course(self._stats.interactive, now, seconds)
 
     def metrics(self, limits: Limits) -> MetricsView:
         """The numbers of `/metrics`."""

@@ -63,7 +63,7 @@ async def generate(context: Context, planner: Planner) -> Response:
     key counts.
     """
     caller = context.callers.of(g.who)
-    context.engine.check_open(background=caller.background, key=caller.key)
+    context.engine.check_open(background=caller.background, key=caller.key_identity)
     planned = planner(context.engine, await read_json(), caller)
     return await respond(submit(context, planned))
 

@@ -62,7 +62,7 @@ async def answer_many(context: Context) -> Response:
             body is not even read.
     """
     caller = context.callers.of(g.who)
-    context.engine.check_open(background=caller.background, key=caller.key)
+    context.engine.check_open(background=caller.background, key=caller.key_identity)
     plans = plan_many(context.engine, await read_json(), caller)
     chats = []
     for index, plan in enumerate(plans):

@@ -17,9 +17,9 @@ from app.api.kinds import MAX_PROMPTS
 from app.api.parts import PlainReader, Reader
 from app.api.schemas import parse_body
 from app.api.structured import join_grammars, read_grammar
-from engine import loaded
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.handle import ChatPrompt, GenerationRequest, TextPrompt, TokensPrompt
+from engine.loaded import check_in_vocabulary, require_chat_template
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from app.api.schemas import Body
     from app.callers import Caller
     from engine.engine import Engine
-    from engine.loaded import ChatTemplateLike
 
 CHAT_URL: Final = "/v1/chat/completions"
 COMPLETION_URL: Final = "/v1/completions"
@@ -68,7 +67,7 @@ def plan_chat(engine: Engine, data: dict[str, Any], caller: Caller) -> Plan:
     body = parse_body(ChatBody, data)
     check_model(engine, body)
     unsupported.refuse_unsupported(data, unsupported.CHAT)
-    conversation = read_conversation(engine, require_chat_template(engine), body)
+    conversation = read_conversation(engine, require_chat_template(engine.chat_template), body)
     answer_id = f"chatcmpl-{secrets.token_hex(12)}"
     grammar = join_grammars(read_grammar(data), conversation.grammar, conversation.thinking)
     shown = conversation.shown_token_ids
@@ -108,7 +107,7 @@ def _make_requests(
     default_max_tokens: int | None,
 ) -> tuple[GenerationRequest, ...]:
     """A request for each choice of each prompt."""
-    check_in_vocabulary(engine, body.stop_token_ids, "stop_token_ids")
+    check_in_vocabulary(engine.tokenizer, body.stop_token_ids, "stop_token_ids")
     num_choices = len(prompts) * body.n
     most = engine.limits.max_waiting
     if num_choices > most:
@@ -163,20 +162,11 @@ def _spell_prompts(engine: Engine, prompts: Sequence[TextPrompt | TokensPrompt])
     texts = []
     for prompt in prompts:
         if isinstance(prompt, TokensPrompt):
-            check_in_vocabulary(engine, prompt.token_ids, prompt.param)
+            check_in_vocabulary(engine.tokenizer, prompt.token_ids, prompt.param)
             texts.append(engine.tokenizer.decode(prompt.token_ids))
         else:
             texts.append(prompt.text)
     return texts
-
-
-def check_in_vocabulary(engine: Engine, token_ids: Sequence[int], param: str) -> None:
-    """Raise `InvalidRequestError` where an id is not in the vocabulary."""
-    last = engine.tokenizer.vocab_size - 1
-    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-        if not 0 <= token_id <= last:
-            message = f"'{param}' has token id {token_id}, which is not in the vocabulary of 0 to {last}."
-            raise InvalidRequestError(message, param=param)
 
 
 def check_model(engine: Engine, body: Body) -> None:
@@ -184,11 +174,6 @@ def check_model(engine: Engine, body: Body) -> None:
     served = engine.model.name
     if body.model is not None and body.model != served:
         raise ModelNameError(body.model, served)
-
-
-def require_chat_template(engine: Engine) -> ChatTemplateLike:
-    """The model's chat template; without one it cannot lay out a conversation, and this raises."""
-    return loaded.require_chat_template(engine.chat_template)
 
 
 def parse_prompts(value: object, capacity: int) -> list[TextPrompt | TokensPrompt]:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 from app.api.aside import run_aside
 from app.api.bodies import ChatBody
 from app.api.conversation import read_conversation
-from app.api.planning import check_model, parse_token_ids, require_chat_template
+from app.api.planning import check_model, parse_token_ids
 from app.api.requests import read_json
 from app.api.schemas import DetokenizeBody, TokenizeBody, parse_body
 from app.api.unsupported import TOKENIZE_CHAT, TOKENIZE_TEXT, refuse_unsupported
 from engine.errors import InvalidRequestError
+from engine.loaded import require_chat_template
 from engine.text_guard import strings_in
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ async def encode_chat(engine: Engine, data: dict[str, Any], *, add_generation_pr
     Raises:
         RelevoError: the body's messages, tools or switches are not right, or too long.
     """
-    template = require_chat_template(engine)
+    template = require_chat_template(engine.chat_template)
     chat: dict[str, Any] = {name: data[name] for name in PROMPT_FIELDS if name in data}
     prompt = read_conversation(engine, template, parse_body(ChatBody, chat)).prompt
     messages = list(prompt.messages)

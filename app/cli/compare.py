@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from app.cli.options import (
     add_lengths,
     add_settings,
     count,
+    count_or_zero,
     positive,
     settings_of,
     with_one_number_of_seats,
@@ -26,6 +26,7 @@ from app.config import keys
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
     from app.compare.command import Outcome, Reporter
@@ -45,7 +46,7 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--duration", type=positive, metavar="S", help="seconds to aim at (default 480)")
     command.add_argument("--seats", type=count, metavar="N", help="the same as --max-num-seqs")
     command.add_argument("--rate", type=positive, metavar="R", help="requests/s (default: all wait at the start)")
-    command.add_argument("--seed", type=_number, default=0, metavar="N", help="of the workload (default 0)")
+    command.add_argument("--seed", type=count_or_zero, default=0, metavar="N", help="of the workload (default 0)")
     command.add_argument("--price-per-hour", type=positive, metavar="P", help="prints the cost of 1,000 output tokens")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures there")
@@ -107,9 +108,3 @@ def _in_virtual_time(settings: Settings, options: argparse.Namespace, report: Re
 
     config = settings.engine_config()
     return compare_simulated(machine_of(options, config), config, _asked(options), report=report)
-
-
-def _number(word: str) -> int:
-    if not (word.isascii() and word.isdigit()):
-        raise argparse.ArgumentTypeError("must be a whole number from 0")
-    return int(word)

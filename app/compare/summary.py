@@ -11,6 +11,7 @@ from app.compare.lengths import bound_of
 from app.compare.load import lengths_of
 from app.compare.runs import POLICIES, growth_excess, percentile
 from app.render import numbers
+from app.render.figures import ENOUGH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.workload import Workload
 
-# Fewer finished requests than this leave a p95 to chance.
-MIN_SAMPLES_P95: Final = 300
 # A generator that was later than this share of the target measured itself.
 MAX_LAG_SHARE: Final = 0.05
 OTHERS: Final = tuple(policy for policy in POLICIES if policy != "continuous")
@@ -188,8 +187,8 @@ def _remarks(result: Mapping[str, Any], by_policy: Mapping[str, Sequence[Run]]) 
         "KV waste is understated for the fixed batches: members that have ended give their blocks back at once, and "
         "padding takes none."
     ]
-    if samples < MIN_SAMPLES_P95:
-        remarks.append(f"A p95 wants {MIN_SAMPLES_P95} answers; these rest on {samples}.")
+    if samples < ENOUGH["p95"]:
+        remarks.append(f"A p95 wants {ENOUGH['p95']} answers; these rest on {samples}.")
     if rounds == 1 and not result["simulated"]:
         remarks.append("One round only: nothing is known of the spread.")
     if workload["shortened"]:

@@ -111,7 +111,7 @@ def cpu_of_draws(
         constraint = grammar if seat < num_bound else None
         params = SamplingParams(seed=seed + seat, stop_token_ids=stop, constraint=constraint)
         rows.set(seat, params, 1)
-        if Extras.wanted(params):
+        if not params.is_plain:
             extras[seat] = Extras(params, [5], 1, vocab_size)
     draw(logits.clone(), rows, extras, seats, np.full(num_rows, 1))
     copy = logits.clone()

@@ -66,7 +66,7 @@ def make_step(params: SamplingParams, asked: SamplingParams, num_asking: int) ->
     for seat in range(NUM_ROWS):
         each = asked if seat < num_asking else params
         rows.set(seat, replace(each, seed=seat), len(PROMPT))
-        if Extras.wanted(each):
+        if not each.is_plain:
             extras[seat] = Extras(each, PROMPT + OUTPUT, len(PROMPT), VOCAB_SIZE)
     seats, positions = np.arange(NUM_ROWS), np.full(NUM_ROWS, len(PROMPT) + len(OUTPUT))
     return lambda logits: draw(logits, rows, extras, seats, positions)

@@ -44,7 +44,7 @@ def draw_rows(
     extras = {}
     for seat, (each, (prompt, output)) in enumerate(zip(params, known, strict=True)):
         rows.set(seat, each, len(prompt))
-        if Extras.wanted(each):
+        if not each.is_plain:
             extras[seat] = Extras(each, prompt + output, len(prompt), logits.shape[1])
     positions = np.array([len(prompt) + len(output) for prompt, output in known])
     return draw(logits.clone(), rows, extras, np.arange(len(params)), positions), extras

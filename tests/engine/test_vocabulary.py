@@ -73,11 +73,10 @@ async def test_a_token_that_the_model_lacks_is_refused_and_ends_nobody_elses_ans
         await beside.accepted()
         for prompt in (TextPrompt("hello [PAD]"), TextPrompt("<more>")):
             assert f"the model knows tokens 0 to {SIZE - 1} only" in await refusal(engine.submit(request(prompt)))
-        for fields in ({"prompt": TokensPrompt((5, SIZE))}, {"logit_bias": ((SIZE, 1.0),)}):
-            asked = request(**{"prompt": TextPrompt("a"), **fields})
-            assert f"Token id {SIZE} is not in the vocabulary of 0 to {SIZE - 1}." == await refusal(
-                engine.submit(asked)
-            )
+        for param, value in (("prompt", TokensPrompt((5, SIZE))), ("logit_bias", ((SIZE, 1.0),))):
+            asked = request(**{"prompt": TextPrompt("a"), param: value})
+            message = f"'{param}' has token id {SIZE}, which is not in the vocabulary of 0 to {SIZE - 1}."
+            assert await refusal(engine.submit(asked)) == message
         said = ChatPrompt(({"role": "user", "content": "[PAD] and <more> are words"},))
         assert (await answer(engine, request(said))).error is None
         assert [delta.text async for delta in read_deltas(beside)]

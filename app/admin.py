@@ -9,6 +9,7 @@ from quart import Blueprint, Response, g, jsonify, redirect, request
 from app.api.requests import read_fields, read_json
 from app.effects import tell_effects
 from app.errors import ApiError
+from app.fields import whole_or_text
 from app.live_change import FLUSH, KEYS, parse_change
 from app.live_config import STATE, ChangedMeanwhileError
 from app.preview import look
@@ -152,21 +153,20 @@ class TuningPage:
             ApiError: the page has no such button.
         """
         body: dict[str, Any] = {"reason": form.get("reason", "").strip() or None}
-        ttl = form.get("ttl_seconds", "").strip()
-        body["ttl_seconds"] = int(ttl) if ttl.isascii() and ttl.isdigit() and len(ttl) < 12 else ttl or None
+        body["ttl_seconds"] = whole_or_text(form.get("ttl_seconds", ""))
         if action in NEED_GENERATION:
-            body["if_generation"] = _number(form.get("if_generation", ""))
+            body["if_generation"] = whole_or_text(form.get("if_generation", ""))
         if action in DEEDS:
             return body | DEEDS[action]
         if action in ("apply", "preview"):
             return body | read_form(form)
         if action == "restore":
-            return self._restoring(_number(form.get("generation", ""))) | {
+            return self._restoring(whole_or_text(form.get("generation", ""))) | {
                 k: v for k, v in body.items() if v is not None
             }
         raise ApiError(400, "The page has no such button.", param="action", code="unknown_action")
 
-    def _restoring(self, generation: int | None) -> dict[str, Any]:
+    def _restoring(self, generation: int | str | None) -> dict[str, Any]:
         """The values of a generation, but for whether the server is draining."""
         view = self._context.live.view()
         rows = list_history(view["effective"], view["generation"], self._context.journal.audit.entries)
@@ -187,11 +187,6 @@ class TuningPage:
 
 def _differences(now: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {name: (now[name], value) for name, value in start.items() if name != STATE and now[name] != value}
-
-
-def _number(text: str) -> Any:
-    """A whole number of a form; what is none is left to be refused."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else text or None
 
 
 def _touched(form: Mapping[str, str]) -> dict[str, str]:

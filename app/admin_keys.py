@@ -12,6 +12,7 @@ from app.api.requests import FORM_TYPE, read_fields, read_json
 from app.audit import timestamp
 from app.config_schema import KeyLimits, is_loopback
 from app.errors import ApiError
+from app.fields import WrongFieldsError, is_whole, whole_or_text
 from app.render import numbers
 from app.render.keys import LIMIT_TITLES, page_variables
 from app.render.templates import make_environment
@@ -20,6 +21,7 @@ from app.security import ADMIN_COOKIE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pydantic_core import ErrorDetails
     from werkzeug.wrappers import Response as WerkzeugResponse
 
     from app.http import Context
@@ -146,20 +148,16 @@ def parse_new_key(data: Mapping[str, Any]) -> NewKey:
     if isinstance(name, str):
         data = {**data, "name": name.strip()}
         if not name.strip().isprintable():
-            raise ApiError(422, "'name' has characters that cannot be shown.", param="name", code="invalid_value")
+            raise WrongFieldsError({"name": "has characters that cannot be shown."})
     try:
         return NewKey.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = str(first["loc"][0])
-        known = ", ".join(("name", *LIMIT_TITLES))
-        if first["type"] == "extra_forbidden":
-            raise ApiError(
-                422, f"'{param}' is unknown; there are {known}.", param=param, code="invalid_value"
-            ) from None
-        message = first["msg"].replace("Input should ", "must ").replace("String should ", "must ")
-        message = message.replace("Field required", "is required")
-        raise ApiError(422, f"'{param}' {message}.", param=param, code="invalid_value") from None
+        raise WrongFieldsError.of(error, ("name", *LIMIT_TITLES), _say) from None
+
+
+def _say(_name: str, error: ErrorDetails) -> str:
+    message = error["msg"].replace("Input should ", "must ").replace("String should ", "must ")
+    return message.replace("Field required", "is required") + "."
 
 
 def parse_form(form: Mapping[str, str]) -> NewKey:
@@ -169,11 +167,7 @@ def parse_form(form: Mapping[str, str]) -> NewKey:
         ApiError: 422, naming the field at fault.
     """
     data: dict[str, Any] = {"name": form.get("name", "")}
-    for field in LIMIT_TITLES:
-        text = form.get(field, "").strip()
-        # What is no whole number is left as it is, to be refused in the same words.
-        data[field] = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text or None
-    return parse_new_key(data)
+    return parse_new_key(data | {field: whole_or_text(form.get(field, "")) for field in LIMIT_TITLES})
 
 
 async def _make(context: Context, wanted: NewKey) -> tuple[KeyRecord, str]:
@@ -184,7 +178,7 @@ async def _make(context: Context, wanted: NewKey) -> tuple[KeyRecord, str]:
 
 
 async def _revoke(context: Context, key_id: str) -> None:
-    if not (key_id.isascii() and key_id.isdigit() and len(key_id) < 20):
+    if not is_whole(key_id):
         raise ApiError(404, "Keys go by their number; those of the configuration have none.", code="key_not_found")
     valid = [r.name for r in context.keys.keyring if r.key_id == int(key_id) and r.revoked is None]
     outcome = NOT_WRITTEN  # it is refused from now on, whatever comes of the rest

@@ -11,6 +11,7 @@ from quart import Blueprint, Response, g, redirect, request
 from app.api.requests import FORM_TYPE, read_fields, read_json
 from app.audit import timestamp
 from app.errors import ApiError
+from app.fields import WrongFieldsError
 from app.recording.recorder import DEFAULT_SECONDS, MAX_RECORDINGS, MAX_REQUESTS, MAX_SECONDS
 from app.recording.recording import MAX_BYTES
 from app.render import numbers
@@ -162,12 +163,7 @@ def parse_new(data: Mapping[str, Any]) -> NewRecording:
     try:
         return NewRecording.model_validate({name: value for name, value in data.items() if value is not None})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = str(first["loc"][0])
-        message = f"must be {TAKES.get(param)}"
-        if first["type"] == "extra_forbidden":
-            message = f"is unknown; there are {', '.join(NewRecording.model_fields)}"
-        raise ApiError(422, f"'{param}' {message}.", param=param, code="invalid_value") from None
+        raise WrongFieldsError.of(error, NewRecording.model_fields, lambda name, _: f"must be {TAKES[name]}.") from None
 
 
 def view(recorder: TrafficRecorder, kept: Sequence[Kept]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from quart import Blueprint, Response, g, jsonify, redirect, request
 from app import sse
 from app.api.requests import FORM_TYPE, read_fields, read_json
 from app.errors import ApiError
+from app.fields import WrongFieldsError
 from app.limit_page.search import suggestion
 from app.limit_page.view import LimitView
 from app.limit_page.wish import (
@@ -17,7 +18,6 @@ from app.limit_page.wish import (
     MIX,
     RECORDING,
     WORKLOADS,
-    WrongWishError,
     check_mix,
     parse_form,
     parse_wish,
@@ -74,7 +74,7 @@ def limit_blueprint(context: Context) -> Blueprint:
             await page.start(parse_form(form, slo))
         except ApiError as error:
             known = {error.param: str(error)} if error.param else {}
-            fields = error.fields if isinstance(error, WrongWishError) else known
+            fields = error.fields if isinstance(error, WrongFieldsError) else known
             return await page.draw(error.status, form, {"fields": fields, "message": str(error)})
         return redirect("/ops/limit", 303)
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.errors import ApiError
+from app.fields import WrongFieldsError
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    from pydantic_core import ErrorDetails
 
     from engine.config import SloTargets
 
@@ -24,16 +22,22 @@ WORKLOADS: Final = {
     "azure-code": "completion of code, as fitted to Azure's trace",
     "mooncake": "long prompts that begin alike, as fitted to Mooncake's trace",
 }
+# `relevo limit --arrivals`; where none is named they are Poisson, and of a recording its own.
+ARRIVALS: Final = {
+    "poisson": "at random (Poisson)",
+    "constant": "evenly spaced",
+    "gamma": "in bursts (gamma)",
+}
+BURSTS: Final = "gamma"
 MIX: Final = "mix"
 RECORDING: Final = "recording:"
 TARGETS: Final = ("ttft_p95_seconds", "itl_p95_seconds", "e2e_p95_seconds")
 NONE: Final = "none"  # as files and flags call a target that there is not
-NUMBERS: Final = (*TARGETS, "duration", "factor", "repeats", "think_time", "price_per_hour")
+NUMBERS: Final = (*TARGETS, "gap_cv", "duration", "factor", "repeats", "think_time", "price_per_hour")
 SWITCHES: Final = ("beside_users", "tune")
 LEAST_SECONDS, MOST_SECONDS = 30, 7200
 DEFAULT_SECONDS, TUNE_SECONDS = 480.0, 1800.0
 MAX_NOTE, MAX_MIX = 200, 10_000
-MAX_TOLD: Final = 8  # of what is wrong with one wish
 # Each letter of a mix may be sent as twelve, and there are other fields beside it.
 MAX_FORM_BYTES: Final = 12 * MAX_MIX + (1 << 14)
 
@@ -43,6 +47,8 @@ _ABOVE_NOTHING: Final = "a number above 0, at most a million"
 TAKES: Final = {
     "workload": "the name of a workload",
     "mix": f"a text of at most {MAX_MIX:,} characters",
+    "arrivals": f"one of {', '.join(ARRIVALS)}",
+    "gap_cv": _ABOVE_NOTHING,
     **dict.fromkeys(TARGETS, f'{_ABOVE_NOTHING}, in seconds; or "{NONE}"'),
     "duration": f"a number of seconds from {LEAST_SECONDS} to {MOST_SECONDS:,}",
     "factor": _ABOVE_NOTHING,
@@ -54,27 +60,14 @@ TAKES: Final = {
 }
 
 
-class WrongWishError(ApiError):
-    """A wish that cannot be.
-
-    Args:
-        wrong: by field, what is wrong with it, as the end of a sentence.
-
-    Attributes:
-        fields: the same as whole sentences.
-    """
-
-    def __init__(self, wrong: Mapping[str, str]) -> None:
-        self.fields = {name: f"'{name}' {message}" for name, message in wrong.items()}
-        super().__init__(422, " ".join(self.fields.values()), param=next(iter(wrong)), code="invalid_value")
-
-
 class Wish(BaseModel):
     """Body of `POST /ops/limit`.
 
     Attributes:
         workload: a key of `WORKLOADS`, `mix`, or `recording:` and its name.
         mix: the TOML of a mix of classes of work.
+        arrivals: a key of `ARRIVALS`; `None` is what is usual.
+        gap_cv: coefficient of variation of the gaps, of bursts.
         duration: seconds that it may take, aimed at; `None` is what is usual.
         factor: divides lengths; `None` takes what fits context and time.
         beside_users: look also while others are served, as background work.
@@ -86,6 +79,8 @@ class Wish(BaseModel):
 
     workload: str = Field("azure-conversation", min_length=1, max_length=300)
     mix: str | None = Field(None, max_length=MAX_MIX)
+    arrivals: Literal["poisson", "constant", "gamma"] | None = None
+    gap_cv: Positive | None = None
     ttft_p95_seconds: Positive | None = None
     itl_p95_seconds: Positive | None = None
     e2e_p95_seconds: Positive | None = None
@@ -118,6 +113,8 @@ class Wish(BaseModel):
             "--url": url,
             "--trace": trace,
             "--workload": self.workload if self.workload in WORKLOADS else None,
+            "--arrivals": self.arrivals,
+            "--gap-cv": self.gap_cv,
             "--duration": f"{self.seconds:g}",
             "--repeats": self.repeats,
             "--factor": self.factor,
@@ -141,9 +138,7 @@ def parse_wish(data: Mapping[str, Any], slo: SloTargets) -> Wish:
     try:
         wish = Wish.model_validate(asdict(slo) | present)
     except ValidationError as error:
-        found = error.errors(include_url=False)[:MAX_TOLD]
-        wrong = {str(one["loc"][0]): _what_is_wrong(one) for one in found}
-        raise WrongWishError(wrong) from None
+        raise WrongFieldsError.of(error, Wish.model_fields, lambda name, _: f"must be {TAKES[name]}.") from None
     if wish.workload not in (*WORKLOADS, MIX) and wish.recording is None:
         known = ", ".join((*WORKLOADS, MIX))
         raise _wrong("workload", f"must be one of {known}, or {RECORDING} and the name of a recording.")
@@ -153,6 +148,8 @@ def parse_wish(data: Mapping[str, Any], slo: SloTargets) -> Wish:
         raise _wrong("mix", f"is missing: the workload '{MIX}' needs the TOML of its classes of work.")
     if wish.workload != MIX and wish.mix is not None:
         raise _wrong("mix", f"is for the workload '{MIX}' alone; choose that, or leave it out.")
+    if wish.gap_cv is not None and wish.arrivals != BURSTS:
+        raise _wrong("gap_cv", f"is for the arrivals '{BURSTS}' alone; choose those, or leave it out.")
     if wish.mix is None and not any(getattr(wish, name) for name in TARGETS):
         raise _wrong("ttft_p95_seconds", "is missing like all targets: without any there is no limit.")
     return wish
@@ -165,6 +162,7 @@ def parse_form(form: Mapping[str, str], slo: SloTargets) -> Wish:
         ApiError: 422, naming the field at fault.
     """
     data: dict[str, Any] = {name: form[name] for name in ("workload", "note") if name in form}
+    data["arrivals"] = form.get("arrivals") or None
     if form.get("workload") == MIX:
         data["mix"] = form.get("mix", "").replace("\r\n", "\n")  # forms count a line's end as one letter and send two
     data |= {name: _number(form.get(name, "")) for name in NUMBERS}
@@ -189,15 +187,8 @@ def check_mix(wish: Wish, slo: SloTargets) -> None:
         raise _wrong("mix", "has no target, nor is there one beside it: without any there is no limit.")
 
 
-def _what_is_wrong(error: ErrorDetails) -> str:
-    name = str(error["loc"][0])
-    if error["type"] == "extra_forbidden":
-        return f"is unknown; there are {', '.join(Wish.model_fields)}."
-    return f"must be {TAKES[name]}."
-
-
-def _wrong(param: str, message: str) -> WrongWishError:
-    return WrongWishError({param: message})
+def _wrong(param: str, message: str) -> WrongFieldsError:
+    return WrongFieldsError({param: message})
 
 
 def _number(text: str) -> Any:

@@ -15,12 +15,13 @@ than where they are used: one that has ended gives its blocks back at once, and 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from engine.batch import Padding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from engine.config import Limits
     from engine.plan import Plan
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from engine.waiting import WaitingQueue
 
     Size = Callable[["Moment"], tuple[int, float | None]]
-
 
 POLICIES = ("continuous", "static", "dynamic")
 
@@ -149,19 +149,20 @@ def preferred_or_delayed(moment: Moment) -> tuple[int, float | None]:
     return (preferred, None) if moment.now >= opens_at else (0, opens_at)
 
 
+_BATCHING: Final[Mapping[str, Callable[[], Continuous]]] = {
+    "continuous": Continuous,
+    "static": partial(FixedBatches, whoever_waits, pads=True),
+    "static_dropped": partial(FixedBatches, whoever_waits, pads=False),
+    "dynamic": partial(FixedBatches, preferred_or_delayed, pads=True),
+}
+
+
 def make_batching(name: str) -> Continuous:
     """The policy of this name.
 
     Raises:
         ValueError: there is none.
     """
-    match name:
-        case "continuous":
-            return Continuous()
-        case "static":
-            return FixedBatches(whoever_waits, pads=True)
-        case "static_dropped":
-            return FixedBatches(whoever_waits, pads=False)
-        case "dynamic":
-            return FixedBatches(preferred_or_delayed, pads=True)
-    raise ValueError(f"no batching policy {name!r}: there are continuous, static, static_dropped, dynamic")
+    if name not in _BATCHING:
+        raise ValueError(f"no batching policy {name!r}: there are {', '.join(_BATCHING)}")
+    return _BATCHING[name]()

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from engine.kv_cache import KVCache
     from engine.sequence import Sequence
 
-ADMISSIONS = ("on_demand", "reserve", "predicted")
 NUM_OBSERVED = 512
 QUANTILE = 0.8
 
@@ -113,6 +112,14 @@ class Predicted:
             del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]
 
 
+_ADMISSION: Final[Mapping[str, Callable[[], AdmissionPolicy]]] = {
+    "on_demand": OnDemand,
+    "reserve": Reserve,
+    "predicted": Predicted,
+}
+ADMISSIONS: Final = tuple(_ADMISSION)
+
+
 class Outlook:
     """What a policy expects, in blocks of a cache.
 
@@ -149,8 +156,6 @@ def make_admission(name: str) -> AdmissionPolicy:
     Raises:
         ValueError: there is none.
     """
-    policies: dict[str, Callable[[], AdmissionPolicy]]
-    policies = {"on_demand": OnDemand, "reserve": Reserve, "predicted": Predicted}
-    if name not in policies:
-        raise ValueError(f"no admission policy {name!r}: there are {', '.join(policies)}")
-    return policies[name]()
+    if name not in _ADMISSION:
+        raise ValueError(f"no admission policy {name!r}: there are {', '.join(ADMISSIONS)}")
+    return _ADMISSION[name]()

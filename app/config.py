@@ -1,6 +1,6 @@
 """Where settings come from: flag, then environment variable, then file, then default.
 
-Nothing else in the package reads the environment.
+Nothing else in `app` reads the environment.
 """
 
 from __future__ import annotations

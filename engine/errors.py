@@ -11,11 +11,11 @@
     │   └── ContextLengthError
     ├── UnavailableError             the same request may succeed later
     │   ├── QueueFullError
-    │   ├── LateError            its first token would come too late
-    │   ├── QueueTimeoutError    it has waited for a seat for as long as it may
-    │   ├── BusyError            the server has too much in hand to look at it
+    │   ├── LateError                its first token would come too late
+    │   ├── QueueTimeoutError        it has waited for a seat for as long as it may
+    │   ├── BusyError                the server has too much in hand to look at it
     │   ├── DrainingError
-    │   └── CutError
+    │   └── CutError                 the server ended before its answer did
     └── EngineError                  a request that was accepted could not be finished
         └── ConstraintError          for its answer cannot be continued under its constraint
 

@@ -108,10 +108,12 @@ class Http1(H11Protocol):
                     if len(self.connection.trailing_data[0]) > MAX_AHEAD_BYTES:
                         await self.send(Closed())
                     return
-                elif self.stream is not None and isinstance(event, h11.Data):
+                elif isinstance(event, h11.Data):
                     if not is_first:
                         await self.config.turnstile.turn()
                     is_first = False
+                    if self.stream is None:
+                        return  # its answer has ended
                     await self.stream.handle(Body(stream_id=STREAM_ID, data=event.data))
                 elif self.stream is not None and isinstance(event, h11.EndOfMessage):
                     await self.stream.handle(EndBody(stream_id=STREAM_ID))

@@ -12,7 +12,7 @@ import hyperframe.frame as frames
 import pytest
 import trio
 
-from app import http2
+from app import guard, http2
 from app.http1 import MAX_FIELDS
 from tests.app.raw_cases import Talk
 from tests.app.serving import CHAT, chat_body, open_server
@@ -134,6 +134,16 @@ async def test_a_flood_does_not_hold_the_event_loop(kind: str) -> None:
                 gc.unfreeze()
         assert turn.seconds < MAX_TURN_SECONDS
         assert (await server.client.get("/healthz")).status_code == 200
+
+
+async def test_an_answer_may_end_between_two_crumbs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guard, "LINGER_SECONDS", 0.001)
+    head = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with open_server() as server:
+        assert error_of(await talk(server, head + 5000 * b"1\r\na\r\n"))[0] == 405
+    assert not caplog.records
 
 
 async def test_a_frame_that_is_too_long_is_refused_by_its_head() -> None:

@@ -6,6 +6,9 @@ from typing import Final
 
 # Where no rate was lost.
 NOT_REACHED: Final = "unknown: every rate that was tried held"
+# Where runs beyond it tell nothing of the server: of none, or none that was in its stride.
+GENERATOR: Final = "the generator"
+NOT_FILLED: Final = "unknown: beyond it runs were too short for the server to be in its stride"
 # By `bound_by` of a limit.
 BOUNDS: Final = {
     NOT_REACHED: "The limit lies above every rate that was tried: more time, or another attempt, tries higher ones.",
@@ -20,8 +23,11 @@ BOUNDS: Final = {
     "one, a smaller model or a quicker dtype serves more; so does a milder promise.",
     "sequences or token budget": "Requests waited though there was KV memory left, and the server does not tell how "
     "many seats it has. Try more seats first, then a larger token budget.",
-    "the generator": "Beyond it the process that sends was itself late, so nothing is known of the server there. Give "
-    "it cores of its own, or send from another machine with relevo limit --url.",
+    NOT_FILLED: "Beyond it fewer requests were under way when counting began than would have been later on, so nothing "
+    "is known of the server there.",
+    GENERATOR: "Beyond it the process that sends was itself late, or had no connection left, so nothing is known of "
+    "the server there. Give it cores and files (ulimit -n) of its own, or send from another machine with relevo limit "
+    "--url.",
 }
 UNKNOWN: Final = "The server did not tell how full it was, so nothing can be said of what would help."
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 from app.cli.progress import Progress
 from app.compare.options import check_writable
 from app.limit.against import read_result
-from app.limit.asking import one_line
+from app.limit.closed import CLOSED_SHARE, SINGLE_SHARE, ClosedLoops, what_ended
 from app.limit.division import choose_division, division_words
-from app.limit.endpoint import EndpointError
 from app.limit.interrupted import Interrupted, code_of, ended_like_a_key, number_of, uninterrupted, words_of
 from app.limit.load import check_lengths
+from app.limit.options import deadline_of
 from app.limit.over_http import HttpMeasure
 from app.limit.search import FIRST_SHARE, search
 from app.limit.summary import Outcome, summarize
@@ -39,24 +39,13 @@ if TYPE_CHECKING:
 
     Reporter = Callable[[int, int, str], object]
 
-DEFAULT_STREAMS: Final = 32
-SINGLE_REQUESTS: Final = 10
-MAX_CLOSED_REQUESTS: Final = 2000
 # Where the factor is free, the capacity is measured with lengths divided by this, so that enough requests end.
 FIRST_FACTOR: Final = 8.0
-# Of the time there is: for measuring one user, and the capacity.
-SINGLE_SHARE, CLOSED_SHARE = 1 / 16, 1 / 16
-# Each may take as much as this where no answer has come by then.
-MOST_SHARE: Final = 1 / 4
 # About as many runs as a search takes; those that are lost are ended early and count for little.
 NUM_WHOLE_RUNS: Final = 7
-# Requests that are sent for each one that counts, warm-up's and those that come while the last that count end.
-SENT_PER_COUNTED: Final = 1.3
 MIN_REQUESTS, WANTED_REQUESTS, MAX_REQUESTS = 50, 300, 1000
 # Beside a run's own length: starting the process, waiting for the last answers.
 RUN_SECONDS: Final = 4.0
-# Before a server is taken for dead.
-PROBES, PROBE_PAUSE_SECONDS = 3, 1.0
 # Of what is shown: its reader has left, its terminal is closed.
 GONE: Final = (errno.EPIPE, errno.EIO)
 
@@ -69,17 +58,19 @@ class Prepared:
         measure: of the requests that were settled on.
         single: one user alone.
         capacity: requests a second in a closed loop.
+        capacity_factor: by which lengths were divided there; the capacity is told from that of such requests.
         began: on the monotonic clock.
     """
 
     measure: HttpMeasure
     single: Run
     capacity: float
+    capacity_factor: float
     began: float
 
     def seconds_of(self, rate: float) -> float:
         """What a run takes."""
-        return SENT_PER_COUNTED * self.measure.num_counted / rate + RUN_SECONDS
+        return self.measure.source.num_sent(self.measure.num_counted) / rate + RUN_SECONDS
 
     def seconds_of_all(self, num_runs: int) -> int:
         """What so many runs of one search take with all before them, about, where none is made any longer than now."""
@@ -107,6 +98,7 @@ class Looking:
     ) -> None:
         self._num_runs = num_runs
         self._endpoint, self._options = endpoint, options
+        self._deadline = deadline_of(options, source.promise)
         self._watch = watch or Watch()
         self._source = replace(source, max_model_len=endpoint.context)
         self._report = report
@@ -140,17 +132,16 @@ class Looking:
         told = self._endpoint.metrics()
         self._num_others = int(told.get("num_requests_running", 0) + told.get("num_requests_waiting", 0))
         seats = int(told.get("max_num_seqs", 0)) or self._endpoint.seats
-        streams = options.streams or seats or DEFAULT_STREAMS
         first = options.factor or max(self._source.least_factor(), FIRST_FACTOR)
-        num_requests = min(MAX_CLOSED_REQUESTS, 50 * streams)
-        closed = self._closed(self._measure(first, 1), streams, num_requests, CLOSED_SHARE)
-        self._watch.ran("capacity", closed)
+        loops = ClosedLoops(self._endpoint, options, self._deadline, self._gone_seconds)
+        closed, streams = loops.capacity(self._measure(first, 1), options.streams or seats)
+        self._watch.ran("capacity", closed, factor=first)
+        self._source = replace(self._source, seats=streams)
         factor, num_counted = self._choose(first, closed.rate)
-        capacity = closed.rate * factor / first
         measure = self._measure(factor, num_counted)
-        single = self._closed(measure, 1, SINGLE_REQUESTS, SINGLE_SHARE)
+        single = loops.single(measure)
         self._watch.ran("single", single)
-        return Prepared(measure, single, capacity, self._began)
+        return Prepared(measure, single, closed.rate * factor / first, first, self._began)
 
     def outcome(self, ready: Prepared, runs: Sequence[Run], unfinished: str = "") -> Outcome:
         """Everything that was measured until now.
@@ -164,8 +155,9 @@ class Looking:
             source=ready.measure.source,
             single=ready.single,
             capacity=ready.capacity,
+            capacity_factor=ready.capacity_factor,
             runs=runs,
-            seconds=time.monotonic() - self._began,
+            seconds=self._gone_seconds(),
             remarks=self._remarks(),
             settings=self._settings,
             machine=machine_words(),
@@ -176,71 +168,33 @@ class Looking:
     def _run(self, measure: HttpMeasure, rate: float, seed: int) -> Run:
         run = measure(rate, seed)
         if any(seen.error for seen in run.seen):
-            self._gone = self._gone or self._what_ended_it()
+            self._gone = self._gone or what_ended(self._endpoint)
         if not self._gone:  # else its errors say nothing of the rate
             self._runs.append(run)
             self._watch.ran("rate", run)
         return run
 
+    def _gone_seconds(self) -> float:
+        return time.monotonic() - self._began
+
     def _measure(self, factor: float, num_counted: int) -> HttpMeasure:
         source = replace(self._source, factor=factor)
-        return HttpMeasure(self._endpoint, source, num_counted, self._options.deadline, self._tell)
+        return HttpMeasure(self._endpoint, source, num_counted, self._deadline, self._tell)
 
     def _tell(self, rate: float, ended: int, total: int) -> None:
         self._watch.trying(rate, ended, total)
-        gone, planned = time.monotonic() - self._began, self._options.duration
+        gone, planned = self._gone_seconds(), self._options.duration
         what = f"{per_second(rate)}/s" if rate else "closed loop"
         left = f"{numbers.duration(max(1.0, planned - gone))} left"
         self._report(int(gone), int(planned), f"{what}: {ended} of {total}, {left}")
 
     def _affords(self, ready: Prepared, rate: float) -> bool:
-        self._gone = self._gone or self._what_ended_it()
+        self._gone = self._gone or what_ended(self._endpoint)
         if self._gone:
             return False
-        affords = time.monotonic() - self._began + ready.seconds_of(rate) <= self._options.duration
+        affords = self._gone_seconds() + ready.seconds_of(rate) <= self._options.duration
         self._was_short = self._was_short or not affords
         return affords
-
-    def _closed(self, measure: HttpMeasure, streams: int, num_requests: int, share: float) -> Run:
-        """So many streams at once, for a share of the time, and for longer where nobody has an answer by then.
-
-        Raises:
-            EndpointError: it fails requests; or it takes more of the time than can be spared, with what would do where
-                that is seen before all of the time is gone.
-        """
-        options, seconds = self._options, share * self._options.duration
-        run = measure.closed(streams, num_requests, seconds, options.seed)
-        while not run.finished and not any(seen.error for seen in run.seen):
-            longest = min(options.deadline, options.duration - (time.monotonic() - self._began))
-            if seconds >= longest:
-                break
-            seconds = min(2 * seconds, longest)
-            run = measure.closed(streams, num_requests, seconds, options.seed)
-        self._check_works(run, streams)
-        if run.finished and seconds <= MOST_SHARE * options.duration:
-            return run
-        within, longer = seconds, "" if seconds >= options.deadline else "a larger --duration, or "
-        if run.finished:
-            within = MOST_SHARE * options.duration
-            longer = f"--duration {math.ceil(seconds / MOST_SHARE) * options.num_shares} or more, or "
-        said = f"{self._endpoint.url} finished no request within {within:.3g} s"
-        raise EndpointError(f"{said}; give {longer}a larger --factor.")
-
-    def _what_ended_it(self) -> str:
-        """That the server serves no more, a sentence without its full stop; empty where it does.
-
-        It is asked several times: one that is only busy with what a run has left answers in the end.
-        """
-        status, said = 0, ""
-        for attempt in range(PROBES):
-            if attempt:
-                time.sleep(PROBE_PAUSE_SECONDS)
-            status, said = self._endpoint.get("/v1/models", self._endpoint.keys)
-            if status and status < 500:
-                return ""
-        if not status:
-            return f"The server died, or cannot be reached any more ({one_line(said)})"
-        return f"The server serves no more (HTTP {status})"
 
     def _choose(self, first: float, capacity: float) -> tuple[float, int]:
         """The factor and the number of requests of a run, where they were not given.
@@ -248,31 +202,21 @@ class Looking:
         Shorter requests are taken to be served as much more often as they are shorter.
         """
         options, runs = self._options, self._num_runs
-        left = options.duration - (time.monotonic() - self._began) - SINGLE_SHARE * options.duration
+        left = options.duration - (self._gone_seconds()) - SINGLE_SHARE * options.duration
         rate = FIRST_SHARE * capacity / first  # that a search begins with, for each unit of the factor
 
         def fitting(factor: float) -> int:
-            return int((left / runs - RUN_SECONDS) * rate * factor / SENT_PER_COUNTED)
+            return self._source.num_counted((left / runs - RUN_SECONDS) * rate * factor)
 
         factor, wanted = options.factor, options.requests or WANTED_REQUESTS
         if factor is None:
             factor = choose_division(self._source, wanted, min(wanted, MIN_REQUESTS), fitting)
             least = self._source.least_factor()
             if factor > least:
-                seconds = runs * (SENT_PER_COUNTED * wanted / (rate * least) + RUN_SECONDS)
+                seconds = runs * (self._source.num_sent(wanted) / (rate * least) + RUN_SECONDS)
                 whole = math.ceil(seconds / (1 - SINGLE_SHARE - CLOSED_SHARE)) * options.num_shares
                 self._divided = division_words(self._source, factor, whole)
         return factor, options.requests or min(max(fitting(factor), MIN_REQUESTS), MAX_REQUESTS)
-
-    def _check_works(self, run: Run, streams: int) -> None:
-        """Refuse a server that fails the requests of a closed loop, in which nobody asks before the last answer."""
-        errors = [seen.error for seen in run.seen if seen.error]
-        if errors and (gone := self._what_ended_it()):
-            raise EndpointError(f"{self._endpoint.url}: {gone[0].lower()}{gone[1:]} before a rate could be tried.")
-        if len(errors) > self._options.max_error_share * len(run.seen):
-            said = f"{len(errors)} of {numbers.plural(len(run.seen), 'request')} failed"
-            advice = _advice(errors[0], streams, knows_context=self._endpoint.context is not None)
-            raise EndpointError(f"{self._endpoint.url}: {said} ({errors[0]}) with {streams} at once{advice}.")
 
     def _server(self) -> dict[str, Any]:
         endpoint = self._endpoint
@@ -297,15 +241,6 @@ class Looking:
         if self._endpoint.url.startswith("https"):
             remarks.append("Each request opens a connection of its own: latencies hold TCP's and TLS's hand-shake.")
         return remarks
-
-
-def _advice(error: str, streams: int, *, knows_context: bool) -> str:
-    """What may help against an error of a closed loop."""
-    if error in ("HTTP 400", "HTTP 413", "HTTP 422") and not knows_context:
-        return "; if prompts are too long for it, say its context with --context"
-    if error in ("HTTP 429", "HTTP 503") and streams > 1:
-        return "; ask for fewer at once with --seats"
-    return ""
 
 
 def run_limit(

@@ -28,6 +28,8 @@ DONE: Final = b"[DONE]"
 # Errors that the answer itself does not tell: it was given up by who asked, in its own time or with the whole run.
 NOT_FINISHED: Final = "not finished in time"
 STOPPED: Final = "stopped"
+# Another kind that is none of the server's: this machine opens no more connections.
+NO_CONNECTION: Final = "no connection left here"
 NOT_STREAMED: Final = "the answer is not a stream of events"
 NO_USAGE: Final = "the stream held no usage"
 NO_TEXT: Final = "the stream held no text"

@@ -10,6 +10,7 @@ The process ends when its standard input does, so that it never outlives whoever
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import os
@@ -22,7 +23,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from app.limit.exchange import NOT_FINISHED, STOPPED, UNREADABLE, Answer, Exchange, has_text, read_whole
+from app.limit.exchange import (
+    NO_CONNECTION,
+    NOT_FINISHED,
+    STOPPED,
+    UNREADABLE,
+    Answer,
+    Exchange,
+    has_text,
+    read_whole,
+)
 from app.open_files import raise_open_files
 
 if TYPE_CHECKING:
@@ -34,6 +44,9 @@ PROGRESS_SECONDS: Final = 0.5
 # Between starting the clock and the first request, so that it is not late already.
 LEAD_SECONDS: Final = 0.05
 CONNECT_SECONDS: Final = 5.0
+CANNOT_CONNECT: Final = "cannot connect"
+# This process may open no more files, nor the machine; or it has no port left to send from.
+OWN_WANTS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
 
 
 @dataclass(slots=True)
@@ -144,7 +157,10 @@ class Generator:
         try:
             call.transport, _ = await self._open(call.request, call.pieces, lambda error: self._end(index, error))
         except (OSError, ssl.SSLError) as error:
-            self._end(index, f"cannot connect: {error}")
+            is_own = error.errno in OWN_WANTS
+            self._end(index, f"{NO_CONNECTION if is_own else CANNOT_CONNECT}: {error}")
+            if is_own:
+                self._stop()  # whatever comes, it tells nothing of the server
         else:
             if call.is_over:  # it was given up meanwhile
                 call.transport.abort()
@@ -221,7 +237,7 @@ class Generator:
 
     def _answer(self, call: Call, begin: float) -> Answer:
         answer = Answer(due=call.due, sent=call.sent)
-        if call.sent and not call.error.startswith("cannot connect"):
+        if call.sent and not call.error.startswith((CANNOT_CONNECT, NO_CONNECTION)):
             read_whole(answer, call.pieces)
         answer.error = call.error or answer.error
         for name in ("due", "sent", "first", "finished"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -19,9 +20,15 @@ if TYPE_CHECKING:
 ARRIVALS: Final = ("poisson", "constant", "gamma", "own")
 NUM_LOOKED_AT: Final = 2000
 # Of the requests that count: sent before them until the server is in its stride, and after them so that it stays so
-# until they have ended. A run against a server is over then, so a long tail costs nothing.
+# until they have ended. A run against a server is over then, so a long tail costs little.
 WARM_UP_SHARE, TAIL_SHARE = 0.2, 0.3
 MIN_WARM_UP, MIN_TAIL = 5, 2
+# So many for each that is served at once, too: with as many as that the seats are filled, were all answers as long.
+PER_SEAT: Final = 1.5
+# No more for seats that no run may ever fill.
+MAX_FOR_SEATS: Final = 1000
+# Of the requests that count, how many are sent after them until the last of them has ended.
+SENT_AFTER: Final = 0.1
 # More requests than this longer than the context is not what was asked for.
 MAX_CUT_SHARE: Final = 0.01
 
@@ -69,6 +76,7 @@ class Source:
         gap_cv: coefficient of variation of the gaps between arrivals, for `gamma`.
         factor: all lengths are divided by it.
         max_model_len: what is longer is cut; `None` cuts nothing.
+        seats: requests that are served at once; 0 where that is not known.
         is_recorded: the classes are the interactive and the background requests of one recording, both of whose
             `lengths` are the whole of it: each request has the class and the place in time that it had.
     """
@@ -79,6 +87,7 @@ class Source:
     gap_cv: float = 1.0
     factor: float = 1.0
     max_model_len: int | None = field(default=None)
+    seats: int = 0
     is_recorded: bool = False
 
     def make(self, num_counted: int, rate: float, seed: int) -> Load:
@@ -90,12 +99,29 @@ class Source:
         Raises:
             ConfigError: the requests' own arrivals have no pattern.
         """
-        warm_up = max(MIN_WARM_UP, round(WARM_UP_SHARE * num_counted))
-        total = warm_up + num_counted + max(MIN_TAIL, round(TAIL_SHARE * num_counted))
+        warm_up = self._num_before(num_counted)
+        total = warm_up + num_counted + max(MIN_TAIL, round(TAIL_SHARE * num_counted), self._for_seats)
         workload, classes = self._mixed(total, seed)
         if self.arrivals != "own":
             workload = replace(workload, items=self._spread(workload, seed))
         return Load(at_rate(workload, rate), classes, (warm_up, warm_up + num_counted))
+
+    def num_sent(self, num_counted: int) -> float:
+        """Requests that are sent until so many that count have ended, about."""
+        return self._num_before(num_counted) + (1 + SENT_AFTER) * num_counted
+
+    def num_counted(self, num_sent: float) -> int:
+        """How many count where so many are sent until they have ended."""
+        before_some = num_sent / (1 + WARM_UP_SHARE + SENT_AFTER)
+        return max(0, int(min(before_some, (num_sent - self._for_seats) / (1 + SENT_AFTER))))
+
+    @property
+    def _for_seats(self) -> int:
+        return min(MAX_FOR_SEATS, math.ceil(PER_SEAT * self.seats))
+
+    def _num_before(self, num_counted: int) -> int:
+        """Requests that are sent before those that count."""
+        return max(MIN_WARM_UP, round(WARM_UP_SHARE * num_counted), self._for_seats)
 
     def least_factor(self) -> float:
         """What lengths must be divided by for nearly all requests to fit into the context."""

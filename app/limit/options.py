@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 DEFAULT_WORKLOAD: Final = "azure-conversation"
 DEFAULT_SECONDS: Final = 480.0
 DEFAULT_ERROR_SHARE: Final = 0.01
-DEFAULT_DEADLINE: Final = 120.0
+# A request is given up after so long, or after so many times the largest target: who only misses one is no error.
+LEAST_DEADLINE, DEADLINE_PER_TARGET = 120.0, 1.5
 DEFAULT_CHARS_PER_TOKEN: Final = 4.0
 MAX_RECORDED: Final = 100_000
 NUM_TRIED: Final = 100
@@ -47,7 +48,7 @@ class Options:
         duration: seconds that all of it may take, aimed at.
         num_shares: searches among which a longer time was shared out, of which `duration` is the share of one.
         streams: requests at once while the capacity is measured; `None` takes the server's seats.
-        deadline: seconds until a request is given up.
+        deadline: seconds until a request is given up; `None` takes what leaves room for every target (`deadline_of`).
         repeats: seeds that are tried near the limit.
         price_per_hour: of the machine, in any currency.
         think_time: seconds between an answer and the same user's next request.
@@ -70,7 +71,7 @@ class Options:
     duration: float = DEFAULT_SECONDS
     num_shares: int = 1
     streams: int | None = None
-    deadline: float = DEFAULT_DEADLINE
+    deadline: float | None = None
     repeats: int = 3
     seed: int = 0
     price_per_hour: float | None = None
@@ -80,6 +81,13 @@ class Options:
     def seeds(self) -> tuple[int, ...]:
         """Of the runs: the first for the search, the others for repeats."""
         return tuple(range(self.seed, self.seed + self.repeats))
+
+
+def deadline_of(options: Options, promise: Promise) -> float:
+    """Seconds from when a request is due until it is given up."""
+    if options.deadline is not None:
+        return options.deadline
+    return max(LEAST_DEADLINE, DEADLINE_PER_TARGET * promise.largest)
 
 
 def make_source(options: Options) -> Source:

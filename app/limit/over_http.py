@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from app.limit.dispatch import Job, Planned, run_job
-from app.limit.exchange import NOT_FINISHED, STOPPED, tokens_per_character
+from app.limit.exchange import NO_CONNECTION, NOT_FINISHED, STOPPED, tokens_per_character
+from app.limit.piling import there_before
 from app.limit.runs import ALLOWED_MISSES, Run, Seen, tokens_per_second
 from app.limit.scrapes import num_answered, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from app.limit.dispatch import Told
     from app.limit.endpoint import Endpoint
@@ -66,7 +67,7 @@ class HttpMeasure:
 
         The rate of the run is that of the answers that were completed.
         """
-        load = self.source.make(num_requests, 1.0, seed)
+        load = replace(self.source, seats=0).make(num_requests, 1.0, seed)  # nobody warms up, all of them count
         num_planned = len(load.workload.items)
         job = replace(self._job(load), counted=(0, num_planned), streams=num_streams, seconds=seconds)
         told = self._run(job, 0.0)
@@ -94,14 +95,17 @@ class HttpMeasure:
         return Job(host, port, tls, planned, load.counted, self.deadline)
 
     def _as_run(self, rate: float, seed: int, load: Load, told: Told) -> Run:
+        """What was told, as a run; `rate` is 0 of a closed loop."""
         first, last = load.counted
         end = told.stopped_at if told.stopped_at is not None else told.wall_seconds
         whole = [answer for answer in told.answers if not answer.error]
         usual = tokens_per_character(whole)
+        there = self._there(told.answers) if rate else [0] * len(told.answers)
         seen = [
             replace(
                 self._seen(answer, load.classes[index], end, usual),
                 asked_tokens=load.workload.items[index].num_output_tokens,
+                num_there=there[index],
             )
             for index, answer in enumerate(told.answers)
             if first <= index < last and answer.sent
@@ -124,17 +128,30 @@ class HttpMeasure:
             stopped=told.stopped_at is not None,
             observed=observed,
             others=_num_others(told),
+            lead_seconds=begin if rate else None,
+            own_want=next((one.error for one in told.answers if _kind(one) == NO_CONNECTION), ""),
         )
+
+    def _there(self, answers: Sequence[Answer]) -> list[int]:
+        """How many others were there when each request was due."""
+        spans = []
+        for answer in answers:
+            kind = _kind(answer)
+            end = answer.due + self.deadline if kind == NOT_FINISHED else answer.finished or answer.sent
+            spans.append((answer.due, math.inf if kind == STOPPED else end))
+        return there_before([answer.due for answer in answers], spans)
 
     def _seen(self, answer: Answer, work_class: int, end: float, usual: float) -> Seen:
         slow = self.source.classes[work_class].targets.itl_p95_seconds
-        kind = answer.error.partition(":")[0]
-        kind = "" if kind == STOPPED else kind
+        kind = _kind(answer)
+        is_stopped = kind == STOPPED
+        kind = "" if is_stopped else kind
         gaps = answer.token_gaps(usual) if answer.sizes else []
         is_whole = not answer.error
         # An answer of a token or two may have no text; then its end is all there is to be seen.
         first = answer.first if answer.sizes else answer.finished if is_whole else None
-        watched = answer.finished if is_whole else answer.due + self.deadline if kind == NOT_FINISHED else end
+        ended = answer.finished or answer.sent  # who cannot connect is told nothing
+        watched = answer.due + self.deadline if kind == NOT_FINISHED else end if is_stopped else ended
         return Seen(
             due=answer.due,
             lag=max(0.0, answer.sent - answer.due),
@@ -161,6 +178,11 @@ class HttpMeasure:
             if not values.get("num_requests_running", 0.0) + values.get("num_requests_waiting", 0.0):
                 return
             time.sleep(IDLE_POLL_SECONDS)
+
+
+def _kind(answer: Answer) -> str:
+    """Of its error; empty where there is none."""
+    return answer.error.partition(":")[0]
 
 
 def _num_others(told: Told) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
-from app.limit.load import WARM_UP_SHARE
-from app.limit.runs import MAX_LAG_SHARE, WANTED_SAMPLES, given
+from app.limit.exchange import NOT_FINISHED
+from app.limit.runs import COLD, LATE, MAX_LAG_SHARE, WANTED_SAMPLES, WANTING, given
 from app.render import numbers
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ LOW_SHARE = 0.04
 BURSTY_CV, MIN_INDEPENDENT = 2.0, 30
 # More of the tokens that were asked for are missing, not counting one an answer, which may be one that is not told.
 MISSING_SHARE = 0.03
+# What to do where no connection is left to send with.
+MORE_CONNECTIONS = "let a process have more files open here (ulimit -n), or send from another"
 NAMES = {"ttft": "the first token", "itl": "the gaps between tokens", "e2e": "the whole answer"}
 
 
@@ -53,11 +56,13 @@ def why_not(
     if single is not None and not runs:
         return f"Not even one user alone is served within the targets: {'; '.join(_misses(single))}."
     lowest = min(runs, key=lambda run: run.rate)
-    if not lowest.is_valid:
+    if lowest.unknown == LATE:
         return (
             f"The generator was late by {numbers.seconds(lowest.lag_p99)} (p99), more than {MAX_LAG_SHARE:.0%} of the "
             "smallest target: nothing is known of the server. Give it a machine of its own, or less to do."
         )
+    if lowest.unknown:
+        return next(iter(_on_unknown([lowest])))
     held = [run.rate for run in runs if run.is_valid and run.holds]
     if held:
         return (
@@ -71,7 +76,7 @@ def why_not(
 
 
 def _misses(single: Run) -> Iterator[str]:
-    """Each promise that one user alone does not get, with what that user gets."""
+    """Each promise that one user alone does not get, with what that user gets; then what failed of it."""
     for number, targets in enumerate(single.promise.targets):
         seen = [one for one in single.seen if one.work_class == number]
         of = single.promise.of(number)
@@ -79,6 +84,11 @@ def _misses(single: Run) -> Iterator[str]:
             if name + of in single.hopeless:
                 got = numbers.seconds(median(_samples(seen, name)) if _samples(seen, name) else None)
                 yield f"{NAMES[name]}{of} takes {got} (median), more than {numbers.seconds(target)}"
+    if "errors" in single.hopeless:
+        kinds = Counter(seen.error for seen in single.seen if seen.error)
+        told = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+        late = "; see --deadline" if NOT_FINISHED in kinds else ""
+        yield f"{kinds.total()} of {numbers.plural(len(single.seen), 'request')} failed ({told}{late})"
 
 
 def _samples(seen: Sequence[Seen], name: str) -> list[float]:
@@ -100,14 +110,11 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
         remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
     remarks += _on_lengths(runs)
     remarks += remarks_on_others(result["curve"])
-    late = [run for run in runs if not run.is_valid]
-    if late:
-        rates = ", ".join(dict.fromkeys(f"{run.rate:.3g}" for run in late))
-        remarks.append(f"At {rates} requests/s the generator itself was late; these runs say nothing of the server.")
+    remarks += _on_unknown(runs)
     if any(run.stopped for run in runs):
         remarks.append("Runs that were certain to be lost were ended: their percentiles are of what had come by then.")
     if result["limit"]:
-        if result["limit"]["is_at_least"] and not late:
+        if result["limit"]["is_at_least"] and all(run.is_valid for run in runs):
             remarks.append("The targets held at every rate that was tried: the limit is at least this.")
         tried = len({run.seed for run in runs if run.is_valid})
         if tried < num_seeds:
@@ -131,6 +138,34 @@ def remarks_on_others(curve: Sequence[Mapping[str, Any]]) -> list[str]:
         f"The server gave {answers} to others during {during} runs, to users or to another search: the limit is of "
         "what they left."
     ]
+
+
+def unknown_words(run: Mapping[str, Any]) -> str:
+    """Why a run of a result says nothing of the server, in a few words."""
+    words = {WANTING: "no connection left to send with", COLD: "too few were sent before those that count"}
+    late = f"sent {numbers.seconds(run['dispatch_lag_p99_seconds'])} late"
+    return words.get(run.get("unknown") or LATE, late)  # older results do not tell
+
+
+def _on_unknown(runs: Sequence[Run]) -> Iterator[str]:
+    """The rates at which nothing came to be known of the server, and why: a line for each reason."""
+    by_why = {why: [run for run in runs if run.unknown == why] for why in (LATE, WANTING, COLD)}
+    for why, those in by_why.items():
+        if not those:
+            continue
+        at = f"At {', '.join(dict.fromkeys(f'{run.rate:.3g}' for run in those))} requests/s"
+        if why == LATE:
+            yield f"{at} the generator itself was late; these runs say nothing of the server."
+        elif why == WANTING:
+            said = those[0].own_want.partition(": ")[2]
+            yield f"{at} no connection was left here ({said}), which says nothing of the server: {MORE_CONNECTIONS}."
+        else:
+            stay, at_once = max(map(mean_stay, those)), max(run.rate * mean_stay(run) for run in those)
+            yield (
+                f"{at} the promises were kept, but by a server that was not in its stride: an answer takes "
+                f"{numbers.seconds(stay)}, and too few requests were sent before those that count. Give "
+                f"--seats {math.ceil(at_once)}."
+            )
 
 
 def _on_lengths(runs: Sequence[Run]) -> Iterator[str]:
@@ -160,7 +195,7 @@ def _on_bursts(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _on_samples(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]:
-    """What rests on few requests, or on a server that was not in its stride."""
+    """What rests on few requests."""
     whole = [run for run in runs if not run.stopped]
     for number, one in enumerate(result["classes"]):
         few = min([len([s for s in run.finished if s.work_class == number]) for run in whole], default=0)
@@ -168,10 +203,3 @@ def _on_samples(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]
         for percent in (95, 99):
             if whole and few < WANTED_SAMPLES[percent]:
                 yield f"A p{percent} wants {WANTED_SAMPLES[percent]:,} finished requests{of}; here are runs with {few}."
-    cold = [run for run in whole if run.holds and mean_stay(run) > WARM_UP_SHARE * len(run.seen) / run.rate]
-    if cold:
-        stay = numbers.seconds(max(map(mean_stay, cold)))
-        yield (
-            f"An answer takes {stay}, longer than the requests that are sent before those that count: "
-            "the server was not in its stride yet (--requests)."
-        )

@@ -14,6 +14,7 @@ from app.limit.report_tune import tune_variables
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.words import (
     LATENCIES,
+    capacity_words,
     class_rows,
     generator_line,
     latency_cells,
@@ -183,7 +184,7 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("Workload", f"{workload['name']}, lengths divided by {workload['factor']:g}"),
         ("Arrivals", f"{workload['arrivals']}{cv}, open loop"),
-        ("Capacity", f"{per_second(result['capacity_requests_per_second'])} requests/s in a closed loop"),
+        ("Capacity", capacity_words(result)),
         ("Seed", str(result["seed"])),
         ("Took", numbers.duration(result["seconds"])),
     ]

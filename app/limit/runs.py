@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from app.compare.runs import SLOW_GAPS_ALLOWED, growth_excess, percentile
 from app.limit.exchange import NOT_FINISHED
+from app.limit.piling import piling_excess
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +26,13 @@ ALLOWED_MISSES: Final = 0.05
 ALLOWED_PREEMPTIONS: Final = 0.01
 # A generator that was later than this share of the smallest target measured itself.
 MAX_LAG_SHARE: Final = 0.05
+# Why nothing is known of a server: the generator was late or had no connection left; or the promises were kept, but by
+# a server that was not in its stride.
+LATE, WANTING, COLD = "late", "wanting", "cold"
 # Requests that a percentile wants, fewer leave it to chance.
 WANTED_SAMPLES: Final = {50: 20, 95: 300, 99: 1000}
+# Of one user alone: with fewer requests of a class of work, a long one of them may be all that was seen of it.
+MIN_JUDGED: Final = 5
 # What is further from the promise than this is no more lost for it.
 MAX_EXCESS: Final = 1 / ALLOWED_MISSES
 
@@ -40,6 +49,7 @@ class Seen:
         e2e: to its end; `None` if it was not seen.
         gaps: seconds a token, of each gap; empty where they are not known one by one.
         asked_tokens: that the answer was to have; 0 where that is not known.
+        num_there: other requests that were there when it was due, those that do not count too.
         num_gaps, num_slow_gaps: all gaps, and those longer than the target of its class.
         error: the kind of it; empty where there was none.
         work_class: index of its class of work.
@@ -58,6 +68,7 @@ class Seen:
     error: str = ""
     work_class: int = 0
     asked_tokens: int = 0
+    num_there: int = 0
 
     def is_good(self, targets: SloTargets) -> bool:
         """Whether it met every target that there is."""
@@ -93,7 +104,16 @@ class Promise:
     @property
     def smallest(self) -> float:
         """The smallest of all targets, in seconds; infinite without any."""
-        return min([seconds for one in self.targets for seconds in given(one).values()], default=math.inf)
+        return min(self._seconds, default=math.inf)
+
+    @property
+    def largest(self) -> float:
+        """The largest of them; 0 without any."""
+        return max(self._seconds, default=0.0)
+
+    @property
+    def _seconds(self) -> list[float]:
+        return [seconds for one in self.targets for seconds in given(one).values()]
 
 
 def given(targets: SloTargets) -> dict[str, float]:
@@ -115,6 +135,9 @@ class Run:
         stopped: it was ended when it was certain to be lost: percentiles are of what had come by then.
         observed: what the server told of itself; `None` where it tells nothing.
         others: answers that it gave to somebody else meanwhile, at least; `None` where it does not tell.
+        lead_seconds: from the first request that was sent to the first that counts; `None` where none are to be served
+            by then.
+        own_want: what this machine wanted for to send all of them, an error in words; empty where it was nothing.
     """
 
     rate: float
@@ -127,6 +150,8 @@ class Run:
     stopped: bool = False
     observed: Observed | None = None
     others: int | None = None
+    lead_seconds: float | None = None
+    own_want: str = ""
 
     @property
     def finished(self) -> list[Seen]:
@@ -145,8 +170,23 @@ class Run:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the generator kept its own times; else nothing here says anything about the server."""
-        return self.lag_p99 <= MAX_LAG_SHARE * self.promise.smallest
+        """Whether this says anything about the server."""
+        return not self.unknown
+
+    @cached_property
+    def unknown(self) -> str:
+        """Why it does not: `LATE`, `WANTING` or `COLD`; empty where it does."""
+        if self.own_want:
+            return WANTING
+        if self.lag_p99 > MAX_LAG_SHARE * self.promise.smallest:
+            return LATE
+        return COLD if self.is_cold and self.holds else ""
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether fewer were answered when counting began than would have been later on: answers take longer."""
+        spans = [seen.e2e - (seen.ttft or 0.0) for seen in self.finished if seen.e2e is not None]
+        return self.lead_seconds is not None and bool(spans) and fmean(spans) > self.lead_seconds
 
     @property
     def holds(self) -> bool:
@@ -162,19 +202,28 @@ class Run:
         """The same of each promise, `ttft of assistant` and so on; nothing counts for more than `MAX_EXCESS`."""
         found = {name: _ratio(missed, allowed * total) for name, missed, total, allowed in self._counts()}
         points = [(seen.due, seen.ttft) for seen in self.seen if seen.ttft is not None]
-        found["waiting grows"] = growth_excess(points)
+        found["waiting grows"] = max(growth_excess(points), self._piling())
         if self.preemptions is not None:
             found["preemptions"] = _ratio(self.preemptions, max(1.0, ALLOWED_PREEMPTIONS * len(self.seen)))
         return {name: min(value, MAX_EXCESS) for name, value in found.items()}
 
+    def _piling(self) -> float:
+        rows = sorted([(seen.due, seen.num_there) for seen in self.seen])
+        due, there = np.array(rows, float).reshape(-1, 2).T
+        return float(piling_excess(due, there, self.rate, np.ones((1, len(rows))))[0])
+
     @property
     def hopeless(self) -> list[str]:
-        """The promises that more than half of the requests miss: of one user alone, no rate can keep them."""
-        sums = {
-            name: (sum([missed for missed, _ in entries]), sum([total for _, total in entries]))
-            for name, _, entries in self.entries()
-        }
-        return [name for name, (missed, total) in sums.items() if missed > total / 2]
+        """The promises that more than half of the requests miss: of one user alone, no rate can keep them.
+
+        What fewer than `MIN_JUDGED` requests tell is left out.
+        """
+        known = {name: [entry for entry in entries if entry[1]] for name, _, entries in self.entries()}
+        return [
+            name
+            for name, entries in known.items()
+            if len(entries) >= MIN_JUDGED and 2 * sum([one for one, _ in entries]) > sum([all_ for _, all_ in entries])
+        ]
 
     def _counts(self) -> Iterator[tuple[str, float, float, float]]:
         """Name, misses, all, and the share that may miss."""

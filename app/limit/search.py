@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from app.limit.runs import LATE
 from app.limit.statistics import estimate_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def search(
 
     Returns:
         All runs in the order in which they were made, one at least. A run in which the generator was late is made
-        again once; where it was late again, no higher rate is tried.
+        again once. Where nothing is known of a rate, no higher one is tried.
     """
     runs = bracketed(measure, start, seeds[0], afford)
     low, high = edge(runs)
@@ -66,7 +67,7 @@ def search(
 def highest_held(runs: Sequence[Run]) -> float | None:
     """The highest rate that was tried at which, as at each below it, every run held; `None` where there is none.
 
-    Nothing is smoothed here, so it is no more than what was seen; runs in which the generator was late tell nothing.
+    Nothing is smoothed here, so it is no more than what was seen; runs that say nothing about the server are left out.
     """
     valid = [run for run in runs if run.is_valid]
     lost = min([run.rate for run in valid if not run.holds], default=math.inf)
@@ -76,7 +77,7 @@ def highest_held(runs: Sequence[Run]) -> float | None:
 def edge(runs: Sequence[Run]) -> tuple[float | None, float | None]:
     """The highest rate that was tried at or below the limit, and the next above it; `None` for none.
 
-    Runs in which the generator was late say nothing about the server; they are above the limit of what can be known.
+    Runs that say nothing about the server are above the limit of what can be known.
     """
     valid = [run for run in runs if run.is_valid]
     limit = estimate_of(valid) if valid else None
@@ -109,7 +110,7 @@ def bracketed(
 def _valid_if_possible(measure: Measure, rate: float, seed: int, afford: Callable[[float], bool]) -> list[Run]:
     """A run, and another where the generator was late in the first: something else may have been up just then."""
     runs = [measure(rate, seed)]
-    if not runs[0].is_valid and afford(rate):
+    if runs[0].unknown == LATE and afford(rate):
         runs.append(measure(rate, seed))
     return runs
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 from app.limit.exchange import NOT_FINISHED
 from app.limit.interrupted import Interrupted, number_of, words_of
 from app.limit.load import check_lengths
+from app.limit.options import deadline_of
+from app.limit.piling import there_before
 from app.limit.runs import Run, Seen, tokens_per_second
 from app.limit.scrapes import Observed
 from app.limit.search import FIRST_SHARE, search
@@ -63,7 +65,8 @@ class SimulatedMeasure:
 
     def alone(self, seed: int) -> Run:
         """One user, who asks again only when the last answer is complete."""
-        run = replace(self, num_counted=ALONE_REQUESTS)(ALONE_RATE, seed)
+        source = replace(self.source, seats=0)  # none of which is to be filled
+        run = replace(self, source=source, num_counted=ALONE_REQUESTS)(ALONE_RATE, seed)
         stays = [seen.e2e for seen in run.finished if seen.e2e is not None]
         if not stays:
             return run
@@ -91,7 +94,13 @@ class SimulatedMeasure:
         first, last = load.counted
         items = load.workload.items
         served = sorted([request for request in result.requests if first <= request.item < last])
-        seen = [self._seen(request, items[request.item], load.classes[request.item]) for request in served]
+        there = there_before(
+            [request.arrival for request in served], [(one.arrival, one.finished) for one in result.requests]
+        )
+        seen = [
+            replace(self._seen(request, items[request.item], load.classes[request.item]), num_there=before)
+            for request, before in zip(served, there, strict=True)
+        ]
         refused = [index for index in (*result.refused, *result.failed) if first <= index < last]
         seen += [
             Seen(
@@ -124,6 +133,7 @@ class SimulatedMeasure:
             tokens=tokens_per_second(whole, begin, end),
             preemptions=preemptions,
             observed=observed,
+            lead_seconds=begin,
         )
 
     def _seen(self, request: ServedRequest, item: WorkItem, work_class: int) -> Seen:
@@ -199,8 +209,9 @@ def prepare_simulated(
     context = min(machine.context_length, machine.num_blocks * config.block_size)
     source = replace(source, max_model_len=context)
     check_lengths(source, options.factor)
-    source = replace(source, factor=options.factor or source.least_factor())
-    measure = SimulatedMeasure(machine, config, source, options.requests or DEFAULT_REQUESTS, options.deadline)
+    source = replace(source, factor=options.factor or source.least_factor(), seats=config.max_num_seqs)
+    deadline = deadline_of(options, source.promise)
+    measure = SimulatedMeasure(machine, config, source, options.requests or DEFAULT_REQUESTS, deadline)
     capacity = measure.capacity(options.seed)
     if not capacity:
         raise ConfigError("None of the requests fits into this machine's memory.")

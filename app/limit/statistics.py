@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from app.compare.runs import MAX_GROWTH
+from app.limit.piling import piling_excess
 from app.limit.runs import MAX_EXCESS
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ def _drawn(run: Run) -> np.ndarray:
     rng = np.random.default_rng(run.seed)
     picks = rng.multinomial(len(starts), np.full(len(starts), 1 / len(starts)), NUM_DRAWS)  # [draws, blocks]
     worst = np.maximum(run.excesses().get("preemptions", 0.0), _growth_drawn(run, ordered, size, picks))
+    worst = np.maximum(worst, _piling_drawn(run, ordered, size, picks))
     for allowed, pairs in entries:
         missed, total = (picks @ np.add.reduceat(pairs, starts)).T  # [draws] each
         ratio = np.where(missed > 0, MAX_EXCESS, 0.0)
@@ -208,6 +210,12 @@ def _growth_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray
     doubled = np.divide(after, 2 * before, out=np.full(len(picks), np.inf), where=before > 0)
     grown: np.ndarray = np.where(after > before, np.minimum(doubled, (after - before) / (MAX_GROWTH * passed)), 0.0)
     return grown
+
+
+def _piling_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray) -> np.ndarray:
+    """`piling_excess` for requests drawn anew: [draws]; `ordered`, `size` and `picks` as in `_growth_drawn`."""
+    due, there = np.array([(run.seen[place].due, run.seen[place].num_there) for place in ordered], float).T
+    return piling_excess(due, there, run.rate, picks[:, np.arange(len(ordered)) // size])
 
 
 def _medians(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from app.compare.runs import percentile
-from app.limit.bounds import NOT_REACHED
+from app.limit.bounds import GENERATOR, NOT_FILLED, NOT_REACHED
 from app.limit.policies import ratios
 from app.limit.remarks import longer_words, mean_stay, remarks_on, why_not
-from app.limit.runs import WANTED_SAMPLES
+from app.limit.runs import COLD, WANTED_SAMPLES
 from app.limit.scrapes import bound_by
 from app.limit.search import highest_held
 from app.limit.statistics import limit_of
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from app.limit.options import Options
     from app.limit.runs import Run, Seen
     from app.limit.statistics import Interval
-
-GENERATOR = "the generator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,7 @@ class Outcome:
         source: the requests, with the factor that was taken.
         single: one user alone, `None` where that was not measured.
         capacity: requests a second in a closed loop.
+        capacity_factor: by which lengths were divided there; `None` where by the same as in the runs.
         runs: of the search; none where one user alone was too much already.
         seconds: all of it took.
         remarks: what a reader must know beside the figures.
@@ -61,6 +60,7 @@ class Outcome:
     tune: Mapping[str, Any] | None = None
     policies: Mapping[str, Outcome] = field(default_factory=dict)
     policy: str = ""
+    capacity_factor: float | None = None
 
 
 def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
@@ -81,6 +81,7 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
         "unfinished": outcome.unfinished or None,
         "single_user": figures(outcome.single) if outcome.single else None,
         "capacity_requests_per_second": outcome.capacity,
+        "capacity_factor": outcome.source.factor if outcome.capacity_factor is None else outcome.capacity_factor,
         "curve": [figures(run) for run in runs],
         "seed": options.seed,
         "seconds": round(outcome.seconds, 3),
@@ -135,6 +136,7 @@ def figures(run: Run) -> dict[str, Any]:
         "stopped_early": run.stopped,
         "excess": run.excesses(),
         "holds": run.holds if run.is_valid else None,
+        "unknown": run.unknown or None,
     }
 
 
@@ -191,7 +193,7 @@ def _beyond(best: Run, runs: Sequence[Run]) -> list[Run]:
 def _bound(runs: Sequence[Run]) -> str:
     """Of the runs at one rate: what they tell, the first that tells anything."""
     if not any(run.is_valid for run in runs):
-        return GENERATOR
+        return NOT_FILLED if all(run.unknown == COLD for run in runs) else GENERATOR
     return bound_by(next((run.observed for run in runs if run.observed is not None), None))
 
 

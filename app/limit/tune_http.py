@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 # About as many whole runs as tuning takes.
 NUM_RUNS: Final = 32
-# Beside the requests that count, their start and their end, a run waits for the server and for the last answers.
-SENT_PER_COUNTED, SPARE_SECONDS = 1.5, 15.0
+# Beside sending requests a run waits for the server and for the last answers.
+SPARE_SECONDS: Final = 15.0
 # For so long nobody may be there before it begins; between runs, what a run leaves behind has so long to end.
 WATCHED_SECONDS, IDLE_SECONDS, POLL_SECONDS = 3.0, 10.0, 0.2
 # Where others are served, a server is never idle.
@@ -72,7 +72,7 @@ class LiveMeasure:
         measure = self._ready.measure
         if not self._beside_others:
             refuse_others(self._endpoint, IDLE_SECONDS)
-        self._live.hold(values, SENT_PER_COUNTED * measure.num_counted / rate + measure.deadline + SPARE_SECONDS)
+        self._live.hold(values, measure.source.num_sent(measure.num_counted) / rate + measure.deadline + SPARE_SECONDS)
         measure = replace(
             measure,
             goes_on=whole,

@@ -28,8 +28,8 @@ class Watch:
     def trying(self, rate: float, ended: int, total: int) -> None:
         """A run goes on: `ended` of `total` requests of it have; `rate` is 0 in a closed loop."""
 
-    def ran(self, kind: str, run: Run) -> None:
-        """A run is over."""
+    def ran(self, kind: str, run: Run, *, factor: float | None = None) -> None:
+        """A run is over; `factor` divided its lengths, where they were not those of the others."""
 
     def found(self, result: Mapping[str, Any]) -> None:
         """It is all over."""
@@ -50,9 +50,9 @@ class Lines(Watch):
         """Told with the next line."""
         self._trying = {"rate": rate or None, "ended": ended, "total": total}
 
-    def ran(self, kind: str, run: Run) -> None:
+    def ran(self, kind: str, run: Run, *, factor: float | None = None) -> None:
         """Told at once."""
-        self._say("run", kind=kind, **figures(run))
+        self._say("run", kind=kind, **figures(run), **({} if factor is None else {"factor": factor}))
 
     def found(self, result: Mapping[str, Any]) -> None:
         """The last line."""

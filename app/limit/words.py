@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from app.limit.remarks import NAMES
+from app.limit.remarks import NAMES, unknown_words
 from app.limit.runs import WANTED_SAMPLES
 from app.render import numbers
 
@@ -126,7 +126,7 @@ def latency_cells(run: Mapping[str, Any], name: str) -> list[str]:
 
 def _holds(run: Mapping[str, Any]) -> str:
     if run["holds"] is None:
-        return f"unknown: sent {numbers.seconds(run['dispatch_lag_p99_seconds'])} late"
+        return f"unknown: {unknown_words(run)}"
     if run["holds"]:
         return "yes"
     return f"no: {max(run['excess'], key=run['excess'].get)}" + (", ended early" if run["stopped_early"] else "")
@@ -202,6 +202,15 @@ def held_words(limit: Mapping[str, Any]) -> str:
     if held is None:
         return "a run at the lowest rate that was tried was lost"
     return "" if per_second(held) == per_second(estimate) else f"every run held up to {per_second(held)} requests/s"
+
+
+def capacity_words(result: Mapping[str, Any]) -> str:
+    """What came through in a closed loop, which may have been of shorter requests."""
+    rate, own = per_second(result["capacity_requests_per_second"]), result["workload"]["factor"]
+    factor = result.get("capacity_factor", own)  # older results do not tell
+    if factor == own:
+        return f"{rate} requests/s in a closed loop"
+    return f"about {rate} requests/s, told from a closed loop with lengths divided by {factor:g}"
 
 
 def bound_clause(bound_by: str) -> str:

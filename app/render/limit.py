@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from app.limit.against import against_lines
 from app.limit.bounds import bound_title, bound_words
-from app.limit.remarks import NAMES, remarks_on_others
+from app.limit.remarks import NAMES, remarks_on_others, unknown_words
 from app.limit.runs import WANTED_SAMPLES
 from app.limit.tune_words import OVER, ran_out, tune_lines, verdict_lines
 from app.limit.words import (
@@ -177,12 +177,17 @@ def run_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
     closed = [
         (title, told[name]) for title, name in (("one user alone", "single_user"), ("all seats at once", "capacity"))
     ]
-    rows = [_row(title, run, "") for title, run in closed if run is not None]
+    rows = [_row(title + _divided(run), run, "") for title, run in closed if run is not None]
     rows += [
         _row(per_second(run["rate"]), run, verdict_words(run))
         for run in sorted(told["curve"], key=lambda run: run["rate"])
     ]
     return {"rows": rows, "starred": any(row["few"] for row in rows), "enough": ENOUGH}
+
+
+def _divided(run: Mapping[str, Any]) -> str:
+    """By what the lengths of a closed loop were divided, which may not be those of the rates below it."""
+    return f", lengths divided by {run['factor']:g}" if run.get("factor") else ""
 
 
 def kept_variables(briefs: Sequence[Mapping[str, Any]], problem: str) -> dict[str, Any]:
@@ -256,7 +261,7 @@ def verdict_words(run: Mapping[str, Any]) -> str:
             worst = max(run["excess"], key=run["excess"].get)
             return f"no: {broken_words(worst)}" + (", ended early" if run["stopped_early"] else "")
         case _:
-            return f"unknown: sent {numbers.seconds(run['dispatch_lag_p99_seconds'])} late"
+            return f"unknown: {unknown_words(run)}"
 
 
 def _picture(name: str, title: str, told: Mapping[str, Any], older: Mapping[str, Any] | None) -> Picture:

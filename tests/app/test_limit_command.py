@@ -194,7 +194,7 @@ def test_a_simulated_limit_is_written_and_compared_with_itself(run: Any, tmp_pat
 @pytest.mark.parametrize(
     ("target", "why", "is_searched"),
     [
-        ("0.04", "The targets hold at no rate that was tried", True),
+        ("0.037", "The targets hold at no rate that was tried", True),
         ("0.001", "Not even one user alone is served within the targets: the first token takes ", False),
     ],
 )

@@ -55,7 +55,7 @@ class Killer(Watch):
     def __init__(self, num_runs: int, number: signal.Signals) -> None:
         self._left, self._number = num_runs, number
 
-    def ran(self, kind: str, run: Run) -> None:
+    def ran(self, kind: str, run: Run, *, factor: float | None = None) -> None:
         self._left -= kind == "rate"
         if not self._left:
             os.kill(os.getpid(), self._number)

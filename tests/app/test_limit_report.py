@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from app.limit.bounds import BOUNDS, NOT_REACHED, UNKNOWN
+from app.limit.bounds import BOUNDS, GENERATOR, NOT_FILLED, NOT_REACHED, UNKNOWN
 from app.limit.report import page_of
 from app.limit.scrapes import Observed, bound_by
-from app.limit.summary import GENERATOR
 from app.limit.words import limit_lines, per_second
 from tests.app.test_limit_command import SIMULATE
 
@@ -111,7 +110,7 @@ def test_every_bound_that_can_be_told_is_explained() -> None:
         Observed(running=1.0, max_num_seqs=4, step_tokens=60.0, token_budget=64), Observed(running=3.0, waiting=2.0),
         Observed(running=1.0, max_num_seqs=4),
     ]  # fmt: skip
-    assert {*map(bound_by, seen), GENERATOR, NOT_REACHED} == BOUNDS.keys()
+    assert {*map(bound_by, seen), GENERATOR, NOT_FILLED, NOT_REACHED} == BOUNDS.keys()
 
 
 def test_the_report_fetches_and_runs_nothing(result: dict[str, Any]) -> None:

@@ -1,0 +1,179 @@
+"""Servers with many seats, rates beyond what can be served, rare classes of work and long targets."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.compare.simulated import Machine
+from app.limit.closed import ClosedLoops
+from app.limit.lengths import Ranges
+from app.limit.load import MAX_FOR_SEATS, Source, WorkClass
+from app.limit.options import Options, deadline_of
+from app.limit.piling import piling_excess, there_before
+from app.limit.report import page_of
+from app.limit.runs import Promise, Run, Seen
+from app.limit.search import search
+from app.limit.simulated import find_simulated
+from app.limit.summary import Outcome, figures, summarize
+from app.limit.words import lines_of
+from app.render.limit import run_variables, verdict_words
+from engine.config import EngineConfig, SloTargets
+from engine.cost_model import CostModel, Curve
+from tests.app.endpoints import open_endpoint
+from tests.app.test_limit_search import make_run
+from tests.app.test_limit_servers import find_endpoint
+
+TARGETS = SloTargets(1.0, None, None)
+PROMISE = Promise((TARGETS,), 0.01)
+SOURCE = Source((WorkClass("requests", 1.0, Ranges((5, 9), (2, 4)), TARGETS),), PROMISE)
+
+
+class Crowd:
+    """A server that serves so many at once, each in a second, and hangs up on more than a crowd."""
+
+    def __init__(self, seats: int, crowd: float = math.inf) -> None:
+        self._seats, self._crowd = seats, crowd
+        self.tried: list[int] = []
+
+    def closed(self, num_streams: int, *_: object) -> Run:
+        self.tried.append(num_streams)
+        seen = Seen(0.0, 0.0, 1.0, 0.1, 1.0, 5, 2, 1, 0)
+        seen = replace(seen, error="HTTP 429") if num_streams > self._crowd else seen
+        return Run(min(num_streams, self._seats), 0, PROMISE, (seen,) * num_streams)
+
+
+@pytest.mark.parametrize(
+    ("server", "seats", "tried", "streams", "rate"),
+    [
+        (Crowd(8), None, [32, 64], 32, 8),
+        (Crowd(40), None, [32, 64, 128], 64, 40),
+        (Crowd(256), None, [32, 64, 128, 256, 512], 256, 256),
+        (Crowd(256, crowd=100), None, [32, 64, 128], 64, 64),
+        (Crowd(9999), None, [32, 64, 128, 256, 512, 1024], 1024, 1024),
+        (Crowd(256), 48, [48], 48, 48),
+    ],
+)
+def test_streams_are_doubled_until_no_more_come_through(
+    server: Crowd, seats: int | None, tried: list[int], streams: int, rate: float
+) -> None:
+    with open_endpoint() as (url, _):
+        loops = ClosedLoops(find_endpoint(url, "chat"), Options(targets=TARGETS), 120.0, lambda: 0.0)
+    measure: Any = server
+    run, found = loops.capacity(measure, seats)
+    assert (server.tried, found, run.rate) == (tried, streams, rate)
+
+
+def test_a_server_with_many_seats_has_them_filled_before_requests_count() -> None:
+    assert SOURCE.make(100, 8.0, 0).counted == (20, 120)
+    many = replace(SOURCE, seats=256)
+    load = many.make(100, 8.0, 0)
+    assert load.counted == (384, 484)
+    assert len(load.classes) == 484 + 384
+    assert replace(SOURCE, seats=100_000).make(100, 8.0, 0).counted[0] == MAX_FOR_SEATS
+    for source in (SOURCE, many):
+        assert source.num_counted(source.num_sent(300)) in (299, 300)
+    assert many.num_counted(100) == 0
+
+
+def cold(rate: float, ttft: float = 0.1) -> Run:
+    """Its answers take five seconds, and what is sent before those that count takes one."""
+    seen = make_run(rate, ttft=lambda _: ttft).seen
+    return Run(rate, 0, PROMISE, tuple([replace(one, e2e=5.0) for one in seen]), lead_seconds=1.0)
+
+
+def test_a_server_that_was_not_in_its_stride_is_not_said_to_hold() -> None:
+    assert cold(30.0).unknown == "cold"
+    assert figures(cold(30.0))["holds"] is None
+    assert replace(cold(30.0), lead_seconds=5.0).is_valid
+    assert replace(cold(30.0), lead_seconds=None).is_valid  # of one user alone nothing is to be filled
+    lost = cold(30.0, ttft=2.0)
+    assert (lost.is_valid, lost.holds) == (True, False)
+    runs = search(lambda rate, _seed: cold(rate) if rate > 11 else make_run(rate, ttft=lambda _: 0.1), 10.0, (0,))
+    rates = [run.rate for run in runs if not run.is_valid]
+    assert max(rates) == 13
+    assert len(rates) == len({*rates})  # another attempt would be no other
+    result = summarize(Outcome({}, SOURCE, None, 12.0, runs, 1.0), Options(targets=TARGETS))
+    assert result["limit"]["is_at_least"]
+    assert result["limit"]["requests_per_second"] <= 11
+    assert result["limit"]["bound_by"].startswith("unknown: beyond it runs were too short")
+    (said,) = [remark for remark in result["remarks"] if "in its stride" in remark]
+    assert re.match(r"At [\d., ]+ requests/s the promises were kept, but by a server that was not", said)
+    assert said.endswith("Give --seats 65.")
+    assert any(line.endswith("unknown: too few were sent before those that count") for line in lines_of(result))
+    assert verdict_words(result["curve"][-1]) == "unknown: too few were sent before those that count"
+    none = summarize(Outcome({}, SOURCE, None, 12.0, [cold(30.0)], 1.0), Options(targets=TARGETS))
+    assert none["why"].startswith("At 30 requests/s the promises were kept, but by a server that was not in its stride")
+
+
+def test_a_capacity_that_is_told_from_shorter_requests_says_so() -> None:
+    outcome = Outcome({}, SOURCE, None, 12.0, [make_run(9.0, ttft=lambda _: 0.1)], 1.0)
+    plain = summarize(outcome, Options(targets=TARGETS))
+    assert plain["capacity_factor"] == 1
+    assert "12.0 requests/s in a closed loop" in page_of(plain)
+    divided = summarize(replace(outcome, capacity_factor=8.0), Options(targets=TARGETS))
+    assert "about 12.0 requests/s, told from a closed loop with lengths divided by 8" in page_of(divided)
+    run = figures(make_run(9.0, ttft=lambda _: 0.1))
+    told = {"single_user": None, "capacity": run | {"factor": 8.0}, "curve": []}
+    assert [row["title"] for row in run_variables(told)["rows"]] == ["all seats at once, lengths divided by 8"]
+
+
+def test_how_many_are_there_is_counted_without_who_comes() -> None:
+    spans = [(0.0, 2.0), (1.0, 5.0), (2.0, math.inf), (2.0, 3.0)]
+    assert there_before([0.0, 1.0, 2.0, 4.0, 9.0], spans) == [0, 1, 1, 2, 1]
+
+
+def piling(due: np.ndarray, there: np.ndarray, rate: float) -> float:
+    return float(piling_excess(due, there, rate, np.ones((1, len(due))))[0])
+
+
+def test_a_share_that_stays_unanswered_piles_up_and_a_crowd_by_chance_does_not() -> None:
+    place = np.arange(400)
+    even = place / 10.0
+    assert piling(even, 8 + 0.1 * place, 10.0) > 1
+    assert piling(even, 8 + 0.0 * place, 10.0) == 0
+    # More of them come later on, and are there: all of the growth is of them.
+    early = np.where(place < 200, place * 0.12, 24 + (place - 200) * 0.08)
+    assert piling(early, 8 + np.maximum(0.0, place - 10.0 * early), 10.0) < 0.2
+    assert piling(even[:3], place[:3], 10.0) == 0
+
+
+def test_one_slow_request_of_a_rare_class_does_not_refuse_the_search() -> None:
+    promise = Promise((TARGETS, TARGETS), 0.01, ("usual", "rare"))
+
+    def alone(num_rare: int) -> Run:
+        usual = [Seen(0.0, 0.0, 0.2, 0.1, 0.2, 5, 2, 1, 0)] * 17
+        rare = [Seen(0.0, 0.0, 9.0, 8.0, 9.0, 5, 2, 1, 0, work_class=1)] * num_rare
+        return Run(1.0, 0, promise, (*usual, *rare))
+
+    assert alone(1).hopeless == alone(4).hopeless == []
+    assert alone(5).hopeless == ["ttft of rare"]
+
+
+def test_the_deadline_leaves_room_for_every_target() -> None:
+    def deadline(*seconds: float | None, given: float | None = None) -> float:
+        promise = Promise(tuple([SloTargets(1.0, None, one) for one in seconds]), 0.01)
+        return deadline_of(Options(deadline=given), promise)
+
+    assert deadline(None) == deadline(30.0) == 120
+    assert deadline(None, 180.0) == 270
+    assert deadline(180.0, given=60.0) == 60
+
+
+def test_one_user_alone_who_is_given_up_is_told_with_the_deadline() -> None:
+    targets = SloTargets(None, 10.0, None)
+    source = Source((WorkClass("requests", 1.0, Ranges((5, 5), (45, 60)), targets),), Promise((targets,), 0.01))
+    machine = Machine(CostModel(Curve(((1.0, 3.0), (64.0, 4.0)))), {}, "made up", "none", 512, 1024)
+    options = Options(targets=targets, requests=20)
+    result = summarize(find_simulated(machine, EngineConfig(), source, options), options)
+    assert result["why"] == (
+        "Not even one user alone is served within the targets: 100 of 100 requests failed (100 not finished in time; "
+        "see --deadline)."
+    )
+    options = replace(options, deadline=300.0)
+    assert summarize(find_simulated(machine, EngineConfig(), source, options), options)["limit"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from app.limit_page.wish import (
+    ARRIVALS,
     DEFAULT_SECONDS,
     MAX_MIX,
     MAX_NOTE,
@@ -39,6 +40,7 @@ RUNS: Final = ("curve", "tried", "capacity", "single_user")
 LEAST_SECONDS: Final = 0.25
 TARGET_TITLES: Final = dict(zip(TARGETS, ("First token", "Between tokens", "Whole answer"), strict=True))
 NUMBERS: Final = (
+    ("gap_cv", "Bursts: CV of the gaps", "1"),
     ("duration", limit.FIELDS["--duration"], f"{DEFAULT_SECONDS:g}"),
     ("repeats", limit.FIELDS["--repeats"], "3"),
     ("factor", limit.FIELDS["--factor"], "what fits"),
@@ -159,6 +161,7 @@ class LimitView:
         return {
             "busy": self.is_busy,
             "workloads": [*recorded, *WORKLOADS.items(), (MIX, "a mix of classes of work, as below")],
+            "arrivals": [("", "as usual: at random, or as recorded"), *ARRIVALS.items()],
             "targets": list(TARGET_TITLES.items()),
             "numbers": NUMBERS,
             "typed": self._typed(),
@@ -172,7 +175,13 @@ class LimitView:
         """What stands in the form before anybody has typed: the targets of the server."""
         slo = self._engine.limits.slo
         targets = {name: "" if (value := getattr(slo, name)) is None else f"{value:g}" for name in TARGETS}
-        plain = {"workload": next(iter(WORKLOADS)), "mix": "", "note": "", **dict.fromkeys(SWITCHES, False)}
+        plain = {
+            "workload": next(iter(WORKLOADS)),
+            "mix": "",
+            "note": "",
+            "arrivals": "",
+            **dict.fromkeys(SWITCHES, False),
+        }
         return plain | {name: "" for name, _, _ in NUMBERS} | targets
 
 

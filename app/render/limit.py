@@ -365,7 +365,9 @@ def _about(told: Mapping[str, Any]) -> str:
         if asked[f"{name}_p95_seconds"] is not None
     ]
     promised = f"95 % of {', '.join(targets)}" if targets else "targets of their own"
-    return f"{asked['workload']}; {promised}; by {told['who']}, {numbers.clock_of(told['began'])}"
+    come = f", {asked['arrivals']} arrivals" if asked.get("arrivals") else ""  # older ones do not tell
+    cv = f" of CV {asked['gap_cv']:g}" if asked.get("gap_cv") else ""
+    return f"{asked['workload']}{come}{cv}; {promised}; by {told['who']}, {numbers.clock_of(told['began'])}"
 
 
 def _interval(limit: Mapping[str, Any]) -> str | None:

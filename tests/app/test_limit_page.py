@@ -377,6 +377,7 @@ async def test_where_it_is_not_known_what_bound_a_limit_the_page_says_why(tmp_pa
 async def test_what_is_asked_again_is_what_was_asked_but_for_a_recording_that_is_gone(tmp_path: Path) -> None:
     mix = '[[class]]\nname = "a"\nshare = 1\nprompt_tokens = 5\noutput_tokens = 5\n'
     asked = {"workload": "mix", "mix": mix, "factor": 2.5, "itl_p95_seconds": None, "note": "as before", "tune": True}
+    asked |= {"arrivals": "gamma", "gap_cv": 13}
     async with serve(tmp_path, [{"exit": 1, "error": ""}]) as server:
         first = await start(server, **asked)
         told = await until(server, "it['end']")
@@ -384,6 +385,7 @@ async def test_what_is_asked_again_is_what_was_asked_but_for_a_recording_that_is
         for part in (
             '<option value="mix" selected>', 'name="factor" value="2.5"', 'name="note" value="as before"',
             'name="itl_p95_seconds" value=""', 'name="tune" checked', "name = &#34;a&#34;",
+            '<option value="gamma" selected>', 'name="gap_cv" value="13"', "mix, gamma arrivals of CV 13; 95",
         ):  # fmt: skip
             assert part in page, part
         assert 'name="beside_users" checked' not in page
@@ -477,13 +479,14 @@ async def test_secrets_and_the_mix_come_through_pipes_and_settings_stay_at_home(
     mix = '[[class]]\nname = "ä"\nshare = 1\nprompt_tokens = 5\noutput_tokens = 5\n'
     script = [{"words": True}, {"wait": str(tmp_path / "go")}, {"file": "--mix="}, {"wait": str(tmp_path / "never")}]
     async with serve(tmp_path, script) as server:
-        await start(server, workload="mix", mix=mix, factor=2.5, itl_p95_seconds=None)
+        await start(server, workload="mix", mix=mix, factor=2.5, itl_p95_seconds=None, arrivals="gamma", gap_cv=13.0)
         words, variables = json.loads((await until(server, "it['what'].startswith('[[')"))["what"])
         assert {name[:22] for name in variables} == {"RELEVO_SLO_BACKGROUND_"}
         assert words[:2] == ["--url", server.url]
         flags = dict(pairwise(words))
         assert (flags["--ttft-p95"], flags["--itl-p95"], flags["--e2e-p95"]) == ("2.0", "none", "none")
         assert (flags["--duration"], flags["--factor"], flags["--progress-json"]) == ("480", "2.5", "-")
+        assert (flags["--arrivals"], flags["--gap-cv"]) == ("gamma", "13.0")
         assert "--workload" not in words
         assert [re.sub(r"\d+", "N", word) for word in words[-2:]] == ["--api-key=@/dev/fd/N", "--mix=/dev/fd/N"]
         (tmp_path / "go").touch()
@@ -760,7 +763,9 @@ def test_the_oldest_are_let_go_and_damaged_ones_are_left_out(tmp_path: Path) -> 
         ({"workload": "mix", "mix": '[[class]]\nname = "a"\nshare = 0'}, "mix"),
         ({"workload": "mix", "mix": f"a = {'9' * 5000}"}, "mix"),
         ({"workload": "mix", "mix": f'[[class]]\nname = "a"\nshare = 0x{"f" * 5000}'}, "mix"),
-        ({"beside_users": "yes"}, "beside_users"),
+        ({"beside_users": "yes"}, "beside_users"), ({"arrivals": "own"}, "arrivals"), ({"arrivals": 1}, "arrivals"),
+        ({"gap_cv": 3.0}, "gap_cv"), ({"gap_cv": 3.0, "arrivals": "poisson"}, "gap_cv"),
+        ({"gap_cv": 0.0, "arrivals": "gamma"}, "gap_cv"),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_looked_for_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
@@ -782,13 +787,14 @@ async def test_a_form_says_what_is_wrong_beside_the_field(tmp_path: Path) -> Non
         assert re.search(r'id="mix-error" role="alert">&#39;mix&#39; cannot be used', page.text)
         assert 'name="beside_users" checked' in page.text
         done = await server.client.post(
-            "/ops/limit", data={"workload": "azure-code", "ttft_p95_seconds": "2", "mix": "x"}
+            "/ops/limit", data={"workload": "azure-code", "ttft_p95_seconds": "2", "mix": "x", "arrivals": "constant"}
         )
         assert (done.status_code, done.headers["location"]) == (303, "/ops/limit")
         told = await until(server, "it['end']")
         asked = told["asked"]
         assert (asked["workload"], asked["ttft_p95_seconds"], asked["itl_p95_seconds"]) == ("azure-code", 2, None)
         assert (asked["duration"], asked["beside_users"], asked["mix"]) == (None, False, None)
+        assert (asked["arrivals"], asked["gap_cv"]) == ("constant", None)
 
 
 async def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:

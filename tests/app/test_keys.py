@@ -125,6 +125,15 @@ async def test_nonsense_is_422_naming_the_field(tmp_path: Path, body: dict[str, 
         assert (await listed(server))["keys"] == []
 
 
+async def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
+        answer = await server.client.post("/admin/keys", json={"max_concurrent": 0, "colour": "red"})
+        assert answer.json()["error"]["message"] == (
+            "'max_concurrent' must be greater than or equal to 1. 'name' is required. 'colour' is unknown; there are "
+            "name, max_concurrent, requests_per_minute, tokens_per_minute."
+        )
+
+
 async def test_there_are_only_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_service, "MAX_KEYS", 2)
     async with serve(tmp_path) as server:

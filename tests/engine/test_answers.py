@@ -261,7 +261,7 @@ async def test_a_stop_token_of_the_callers_own_waits_for_min_tokens_under_a_cons
 async def test_a_bias_for_a_token_that_is_not_there_is_refused_by_name(autojump_clock: MockClock) -> None:
     async with open_fake_engine() as engine:
         for token_id in (-1, 259):
-            with pytest.raises(InvalidRequestError, match=f"Token id {token_id}") as refused:
+            with pytest.raises(InvalidRequestError, match=f"has token id {token_id},") as refused:
                 await engine.submit(ask(logit_bias=((5, 1.0), (token_id, 1.0)))).accepted()
             assert refused.value.param == "logit_bias"
 

@@ -156,7 +156,7 @@ async def test_bad_prompts_are_refused_by_name(autojump_clock: MockClock) -> Non
     async with open_fake_engine(chat_template=False) as engine:
         with pytest.raises(InvalidRequestError, match="empty"):
             await engine.submit(ask("")).accepted()
-        with pytest.raises(InvalidRequestError, match="Token id 9999"):
+        with pytest.raises(InvalidRequestError, match="has token id 9999, which is not in the vocabulary"):
             await engine.submit(GenerationRequest("x", TokensPrompt((1, 9999)))).accepted()
         chat = ChatPrompt(({"role": "user", "content": "hi"},))
         with pytest.raises(InvalidRequestError, match="no chat template"):

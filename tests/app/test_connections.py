@@ -322,7 +322,7 @@ async def ask_at_random(server: Server, index: int, client: httpx.AsyncClient) -
     assert usage["usage"]["completion_tokens"] == max_tokens
 
 
-# Whoever keeps something of a request keeps some of these. Logs of the last steps and seconds fill up for a while.
+# Whoever keeps something of a request keeps some of these. Logs of the last steps, seconds and requests vary.
 KEPT = (
     "app.",
     "engine.",
@@ -333,7 +333,12 @@ KEPT = (
     "trio.lowlevel.Task",
     "builtins.coroutine",
 )
-LOGGED = {"engine.step_log.StepRecord", "engine.batch.ScheduledBatch", "engine.timeline.Column"}
+LOGGED = {
+    "engine.step_log.StepRecord",
+    "engine.batch.ScheduledBatch",
+    "engine.timeline.Column",
+    "engine.request_log.Span",
+}
 
 
 async def ask_200(server: Server) -> Counter[str]:
@@ -350,7 +355,7 @@ async def ask_200(server: Server) -> Counter[str]:
                 for index in range(200):
                     nursery.start_soon(ask, index)
     await server.settle()
-    await wait_for(lambda: server.engine.num_streams == 0)
+    await wait_for(lambda: server.engine.num_streams == 0 and server.context.room.num_open == 0)
     gc.collect()
     types = [type(thing) for thing in gc.get_objects()]
     names = Counter([f"{type_.__module__}.{type_.__qualname__}" for type_ in types])
@@ -386,8 +391,8 @@ async def test_200_random_requests_end_right_and_leave_nothing(
         assert finished["abort"] + aborted.get("door", 0) == sum(aborted.values())
         assert sum(finished.values()) + sum(rejected.values()) + aborted.get("door", 0) == submitted
         assert submitted > 3 * (200 - kinds["aborted"])
-        # 40 of each 200 are given up.
-        assert {name: more for name, more in (rounds[2] - rounds[1]).items() if more >= 10} == {}
+        # 40 of each 200 are given up; who looks after deadlines keeps up to sixteen of those that have ended.
+        assert {name: more for name, more in (rounds[2] - rounds[1]).items() if more >= 20} == {}
         assert rounds[2]["engine.engine.Engine"] == 1
         if num_blocks == 48:
             assert server.engine.snapshot()["preemptions"] > 0

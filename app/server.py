@@ -47,6 +47,8 @@ BACKLOG: Final = 1024
 GRACEFUL_SECONDS: Final = 5.0
 # The address and the headers of a request, on HTTP/1.1 and HTTP/2.
 MAX_HEADER_BYTES: Final = 1 << 15
+# Of one HTTP/2 connection: no fewer, says RFC 9113, as clients and proxies count on it. What they hold is bounded in sum.
+MAX_STREAMS: Final = 100
 # For the whole head of a request, too, however slowly it comes.
 IDLE_SECONDS: Final = 75.0
 
@@ -204,6 +206,7 @@ def hypercorn_config(listener: socket.socket, room: Room, *, stall_seconds: floa
     config.graceful_timeout = GRACEFUL_SECONDS
     config.keep_alive_timeout = IDLE_SECONDS
     config.h11_max_incomplete_size = config.h2_max_header_list_size = MAX_HEADER_BYTES
+    config.h2_max_concurrent_streams = MAX_STREAMS
     # On HTTP/2 the request past the limit silently freezes the other streams of its connection.
     config.keep_alive_max_requests = 10**9
     # On trio this would end healthy streams.

@@ -47,7 +47,7 @@ BACKLOG: Final = 1024
 GRACEFUL_SECONDS: Final = 5.0
 # The address and the headers of a request, on HTTP/1.1 and HTTP/2.
 MAX_HEADER_BYTES: Final = 1 << 15
-# Of one HTTP/2 connection: no fewer, says RFC 9113, as clients and proxies count on it. What they hold is bounded in sum.
+# Of one HTTP/2 connection: no fewer, says RFC 9113, as clients count on it. What they hold is bounded in sum.
 MAX_STREAMS: Final = 100
 # For the whole head of a request, too, however slowly it comes.
 IDLE_SECONDS: Final = 75.0

@@ -9,6 +9,7 @@ from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
 from app.limit.exchange import NOT_FINISHED
+from app.limit.piling import enough_to_judge
 from app.limit.runs import COLD, LATE, MAX_LAG_SHARE, WANTED_SAMPLES, WANTING, given
 from app.render import numbers
 
@@ -203,3 +204,10 @@ def _on_samples(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]
         for percent in (95, 99):
             if whole and few < WANTED_SAMPLES[percent]:
                 yield f"A p{percent} wants {WANTED_SAMPLES[percent]:,} finished requests{of}; here are runs with {few}."
+    held = [(enough_to_judge([seen.num_there for seen in run.seen]), len(run.seen)) for run in whole if run.holds]
+    if short := [pair for pair in held if pair[0] > pair[1]]:
+        wanted, num_counted = max(short)
+        yield (
+            f"{num_counted} requests a run are too few to tell whether ever more of them are there, as so many are at "
+            f"once; --requests {wanted} would tell."
+        )

@@ -19,7 +19,7 @@ from app.limit.piling import piling_excess, there_before
 from app.limit.report import page_of
 from app.limit.runs import Promise, Run, Seen
 from app.limit.search import search
-from app.limit.simulated import find_simulated
+from app.limit.simulated import SimulatedMeasure, find_simulated
 from app.limit.summary import Outcome, figures, summarize
 from app.limit.words import lines_of
 from app.render.limit import run_variables, verdict_words
@@ -141,6 +141,21 @@ def test_a_share_that_stays_unanswered_piles_up_and_a_crowd_by_chance_does_not()
     early = np.where(place < 200, place * 0.12, 24 + (place - 200) * 0.08)
     assert piling(early, 8 + np.maximum(0.0, place - 10.0 * early), 10.0) < 0.2
     assert piling(even[:3], place[:3], 10.0) == 0
+    # Where three come for each that is there, seats may still fill.
+    assert piling(even, 100 + 0.1 * place, 10.0) == 0
+
+
+def test_where_so_many_are_there_that_it_cannot_be_told_it_is_said_what_would_tell() -> None:
+    def remarks(num_there: int) -> list[str]:
+        run = make_run(9.0, ttft=lambda _: 0.1)
+        run = replace(run, seen=tuple([replace(one, num_there=num_there) for one in run.seen]))
+        told = summarize(Outcome({}, SOURCE, None, 12.0, [run], 1.0), Options(targets=TARGETS))["remarks"]
+        return [remark for remark in told if "too few to tell whether ever more" in remark]
+
+    assert remarks(50) == []
+    (said,) = remarks(100)
+    assert said.startswith("400 requests a run")
+    assert "--requests 800 would tell" in said
 
 
 def test_one_slow_request_of_a_rare_class_does_not_refuse_the_search() -> None:
@@ -177,3 +192,17 @@ def test_one_user_alone_who_is_given_up_is_told_with_the_deadline() -> None:
     )
     options = replace(options, deadline=300.0)
     assert summarize(find_simulated(machine, EngineConfig(), source, options), options)["limit"]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_served_does_not_hold_though_no_first_token_is_promised() -> None:
+    """Against the real scheduler in virtual time: the wait for a seat is in no gap, and no answer is over by then."""
+    targets = SloTargets(None, 1.0, 600.0)
+    source = Source((WorkClass("requests", 1.0, Ranges((80, 120), (15, 25)), targets),), Promise((targets,), 0.01))
+    machine = Machine(CostModel(Curve(((16.0, 0.02), (128.0, 0.05)))), {}, "made up", "none", 512, 1024)
+    measure = SimulatedMeasure(machine, EngineConfig(), source, 400)
+    capacity = measure.capacity(0)
+    for seed in range(100, 104):
+        below, above = measure(0.95 * capacity, seed), measure(1.1 * capacity, seed)
+        assert below.holds
+        assert {name for name, excess in above.excesses().items() if excess > 1} == {"waiting grows"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.attention_kernels import combine_segments_kernel, paged_attention_kernel
+from kernels.gpu.traits import traits_of
 
 if TYPE_CHECKING:
     from kernels.paged_attention import AttentionRows
@@ -66,7 +66,7 @@ def make_segments(query: torch.Tensor, count: int) -> Segments:
     return Segments(values, torch.empty(shape, dtype=torch.float32, device=query.device))
 
 
-def choose_tiles(group: int, head_size: int, cache_dtype: torch.dtype, *, decode: bool, arch: int) -> Tiles:
+def choose_tiles(group: int, head_size: int, cache_dtype: torch.dtype, *, decode: bool, shared_bytes: int) -> Tiles:
     """The cut for a shape: large tiles that compile without spills, see kernels/RESULTS.md.
 
     Args:
@@ -74,7 +74,7 @@ def choose_tiles(group: int, head_size: int, cache_dtype: torch.dtype, *, decode
         head_size: elements.
         cache_dtype: of the keys.
         decode: the rows have one token each.
-        arch: of an NVIDIA device, 90 for a Hopper; 0 of others.
+        shared_bytes: see `Traits`. Who has as much as a Hopper takes products from there, and has registers left.
     """
     least, padded_size = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(head_size)
     # Three products of a float32 each fill the registers soon.
@@ -84,20 +84,7 @@ def choose_tiles(group: int, head_size: int, cache_dtype: torch.dtype, *, decode
         return Tiles(least, min(max(16, keys), 128), 8 if wide else 4, 3)
     if padded_size > 128:
         return Tiles(max(64, least), 32, 8, 2)
-    return Tiles(max(64, least), 64 if arch >= 90 else 32, 4, 3)
-
-
-def _arch(device: torch.device) -> int:
-    """Of the current device, as in `choose_tiles`; 0 for the interpreter."""
-    return 0 if device.type == "cpu" else _arch_of(triton.runtime.driver.active.get_current_device())
-
-
-@cache
-def _arch_of(current_device: int) -> int:
-    """Asked for at every launch: each device is looked at once."""
-    del current_device
-    target = triton.runtime.driver.active.get_current_target()
-    return target.arch if target.backend == "cuda" else 0
+    return Tiles(max(64, least), 64 if shared_bytes > 200_000 else 32, 4, 3)
 
 
 def _product_dtype(query: torch.Tensor, kv_cache: torch.Tensor) -> tl.dtype:
@@ -142,8 +129,8 @@ def paged_attention(
     decode = max_query_len == 1
     group = num_heads // num_kv_heads
     pairs = kv_cache.dtype == torch.float8_e4m3fn
-    arch = _arch(query.device)
-    tiles = tiles or choose_tiles(group, head_size, kv_cache.dtype, decode=decode, arch=arch)
+    arch, shared_bytes = traits_of(query.device)
+    tiles = tiles or choose_tiles(group, head_size, kv_cache.dtype, decode=decode, shared_bytes=shared_bytes)
     lines, keys, num_warps, num_stages = tiles
     block_q = lines // group
     count = 1 if segments is None else segments.weights.shape[2]

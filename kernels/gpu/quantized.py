@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.traits import traits_of
 from kernels.packed_blocks import OFFSETS, TILE, fields, group_of, pairs, plane_lines
 
 if TYPE_CHECKING:
@@ -155,21 +156,25 @@ def quantized_linear_kernel(
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def choose_tiles(num_tokens: int, num_rows: int, bits: int, dtype: torch.dtype) -> Tiles:
+def choose_tiles(num_tokens: int, num_rows: int, bits: int, dtype: torch.dtype, shared_bytes: int) -> Tiles:
     """The cut for a shape: what compiles without spills, see kernels/RESULTS.md; no device has timed it yet.
 
     With few tokens the codes are most of what is read, and many small programs read them fastest; the more tokens
     there are, the more rows must share what is read of those.
+
+    Args:
+        shared_bytes: see `Traits`. Three tiles of a few tokens are more than a GeForce has, two more than AMD's.
     """
     if dtype == torch.float32:  # three products each fill the registers soon
         return Tiles(16, 16, 4, 8, 2) if num_tokens <= 16 else Tiles(32, 32, 1, 4, 2)
+    stages = 3 if shared_bytes > 140_000 else 2 if shared_bytes > 70_000 else 1
+    if num_tokens <= 4 and num_rows < 8192:
+        return Tiles(16, 16, 8, 8, 3 if stages > 1 else 1)
     if num_tokens <= 16:
-        if num_tokens <= 4 and num_rows < 8192:
-            return Tiles(16, 16, 8, 8, 3)
-        return Tiles(32, 16, 8, 8, 2 if bits in (6, 8) else 3)
+        return Tiles(16 if bits == 5 and stages < 3 else 32, 16, 8, 8, min(stages, 2 if bits in (6, 8) else 3))
     if num_tokens <= 32:
-        return Tiles(64, 32, 4, 8, 3)
-    return Tiles(64, 64 if num_tokens <= 64 else 128, 1, 4, 3)
+        return Tiles(64 if stages == 3 else 32, 32, 4, 8, stages)
+    return Tiles(64, 64 if num_tokens <= 64 else 128, 1, 4, 3 if stages > 1 else 2)
 
 
 def quantized_linear(
@@ -191,7 +196,10 @@ def quantized_linear(
         out = torch.empty((num_tokens, matrix.rows), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    rows, tokens, ways, num_warps, num_stages = tiles or choose_tiles(num_tokens, matrix.rows, matrix.bits, x.dtype)
+    traits = traits_of(x.device)
+    if tiles is None:
+        tiles = choose_tiles(num_tokens, matrix.rows, matrix.bits, x.dtype, traits.shared_bytes)
+    rows, tokens, ways, num_warps, num_stages = tiles
     product = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(x.dtype, tl.float16)
     if x.device.type == "cpu" and product == tl.bfloat16:
         product = tl.float32  # the interpreter takes bfloat16's bits for whole numbers
@@ -199,7 +207,7 @@ def quantized_linear(
     quantized_linear_kernel[grid](
         x, matrix.codes, matrix.planes, matrix.scales, out, x.stride(0), out.stride(0),
         num_tokens, matrix.rows, matrix.codes.shape[1], **_layout(matrix), ROWS=rows, TOKENS=tokens, WAYS=ways,
-        PRODUCT=product, PRECISION="tf32x3", num_warps=num_warps, num_stages=num_stages,
+        PRODUCT=product, PRECISION="tf32x3" if traits.arch else "ieee", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
 

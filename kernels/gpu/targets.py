@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.errors import OutOfResources
 
 from kernels.bench.cases import choose
 from kernels.bench.registry import main_cases
@@ -40,6 +41,7 @@ DEVICES = {
     "sm_80": Device(GPUTarget("cuda", 80, 32), 166_912),
     "sm_89": Device(GPUTarget("cuda", 89, 32), 101_376),
     "sm_90": Device(GPUTarget("cuda", 90, 32), 232_448),
+    "sm_120": Device(GPUTarget("cuda", 120, 32), 101_376),
     "gfx942": Device(GPUTarget("hip", "gfx942", 64), 65_536),
 }
 
@@ -176,11 +178,12 @@ def compile_cases(
         kernels: of these alone, if any are named.
 
     Raises:
-        SystemExit: no case has one of the shapes.
+        SystemExit: no case has one of the shapes, or some want more shared memory than a target has.
     """
     rows, meta, cases = [], torch.device("meta"), choose(main_cases(), kernels, first, shapes)
     if unknown := {*shapes} - {case.shape for case in cases}:
         raise SystemExit(f"no case has the shape {', '.join(sorted(unknown))}")
+    refused: list[str] = []
     for index, name in enumerate(names):
         device = DEVICES[name]
         driver = TargetDriver(device, index)
@@ -189,8 +192,13 @@ def compile_cases(
             if device.target.backend == "cuda" and device.target.arch < case.least_arch:
                 continue
             driver.launched.clear()
-            case.make(meta).run()
+            try:
+                case.make(meta).run()
+            except OutOfResources as error:
+                refused.append(f"{name}: {case.kernel}, {case.shape}: {error}")
             rows += [Row(name, case.kernel, case.shape, compiled) for compiled in dict.fromkeys(driver.launched)]
+    if refused:
+        raise SystemExit("\n".join(refused))
     return rows
 
 

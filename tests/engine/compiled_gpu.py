@@ -26,6 +26,7 @@ from engine.kv_cache import KVCache
 from engine.scheduler import Scheduler
 from engine.sequence import SamplingParams, Sequence
 from kernels.gpu.targets import DEVICES, TargetDriver
+from kernels.gpu.traits import Traits
 from tests.fake_checkpoint import make_checkpoint
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def main() -> None:
     triton.runtime.driver.set_active(TargetDriver(DEVICES["sm_90"], 0))
     triton.knobs.runtime.jit_cache_hook = hook
     steps = num_asked = 0
-    with patch("kernels.gpu.attention._arch", lambda _: ARCH):
+    with patch("kernels.gpu.traits.INTERPRETER", Traits(ARCH, DEVICES["sm_90"].shared_bytes)):
         for dtypes in DTYPES:
             state["is_ready"] = False
             asked.clear()

@@ -53,9 +53,10 @@ def check_cuts() -> int:
         assert count == 1 or rows * kv_heads * count <= room
         assert count == MAX_SEGMENTS or rows * kv_heads * 2 * count > room
     dtypes = (torch.float32, torch.bfloat16, FLOAT8)
-    shapes = list(itertools.product((1, 3, 8, 32, 64), (64, 80, 256), dtypes, (False, True), (0, 80, 90)))
-    for group, head_size, dtype, decode, arch in shapes:
-        tiles = choose_tiles(group, head_size, dtype, decode=decode, arch=arch)
+    memories = (65_536, 101_376, 232_448)
+    shapes = list(itertools.product((1, 3, 8, 32, 64), (64, 80, 256), dtypes, (False, True), memories))
+    for group, head_size, dtype, decode, shared_bytes in shapes:
+        tiles = choose_tiles(group, head_size, dtype, decode=decode, shared_bytes=shared_bytes)
         assert tiles.lines >= max(16, group)
         assert 16 <= tiles.keys <= 128
         assert tiles.keys * head_size * dtype.itemsize <= 32768

@@ -35,6 +35,14 @@ MAIN_SHAPES = tuple(
 )
 # And the products with quantized matrices, of few tokens, with every kind of code and of float that a user can have.
 KINDS = tuple(f"16 × 4096 × 4096, {bits} bits, {dtype}" for bits in (4, 5, 6, 8) for dtype in ("bf16", "fp16"))
+# What wants the most of what others have less of: shared memory, and eight-bit floats of Ada's own.
+ADA = (
+    "16 × 4096 × 4096, 5 bits, bf16",
+    "32 × 4096 × 4096, 8 bits, bf16",
+    "64 × 1 after 4095; 16/8 × 128, blocks of 16, bf16, fp8 cache",
+    "64 × 1 after 1999 + 1 × 1024 after 0 + 1 × 512 after 512; 16/8 × 128, blocks of 16, bf16",
+)
+OTHERS = {"sm_89": ("--first", "0", "--shape", *ADA), "gfx942": ("--first", "1")}
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheel here")
 
 
@@ -67,6 +75,16 @@ def test_every_kernel_compiles_and_none_spills(target: str, compiled: dict[str, 
     assert not [(row["name"], row["shape"]) for row in rows if row["spills"]]
     reading = [row for row in rows if row["name"] in ("paged_attention_kernel", "quantized_linear_kernel")]
     assert all(row["wide_loads"] for row in reading), "keys, values or weights come in small pieces"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", OTHERS)
+def test_what_has_less_shared_memory_has_enough_of_it(target: str) -> None:
+    made = run("kernels.gpu.targets", "--target", target, *OTHERS[target], "--json")
+    assert made.returncode == 0, made.stderr
+    rows = json.loads(made.stdout)
+    assert len({row["shape"] for row in rows}) >= len(ADA)
+    assert not [(row["kernel"], row["shape"]) for row in rows if row["compiled"]["spills"]]
 
 
 @pytest.mark.slow

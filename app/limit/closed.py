@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from app.limit.asking import one_line
 from app.limit.endpoint import EndpointError
 from app.limit.exchange import NO_CONNECTION
-from app.limit.remarks import MORE_CONNECTIONS
+from app.limit.remarks import MORE_CONNECTIONS, mean_stay
 from app.render import numbers
 
 if TYPE_CHECKING:
@@ -31,9 +31,11 @@ REQUESTS_PER_STREAM, MAX_REQUESTS = 50, 2000
 FIRST_STREAMS, MAX_STREAMS = 32, 1024
 # Twice as many streams that bring less more than this only wait for each other.
 LEAST_GROWTH: Final = 1.1
-# Of the time there is: for measuring one user, and the capacity; for each further number of streams.
+# Of the time there is: for measuring one user, and the capacity; for each further number of streams, or so many answers
+# one after the other, so that each stream has one at least.
 SINGLE_SHARE, CLOSED_SHARE, MORE_SHARE = 1 / 16, 1 / 16, 1 / 32
-# Each may take as much as this where no answer has come by then.
+MORE_ANSWERS: Final = 2
+# Each may take as much as this where no answer has come by then, and streams are doubled until then.
 MOST_SHARE: Final = 1 / 4
 # Before a server is taken for dead.
 PROBES, PROBE_PAUSE_SECONDS = 3, 1.0
@@ -65,8 +67,8 @@ class ClosedLoops:
         """
         streams = seats or FIRST_STREAMS
         best = self._run(measure, streams, _num_requests(streams), CLOSED_SHARE)
-        while not seats and 2 * streams <= MAX_STREAMS:
-            seconds = MORE_SHARE * self.options.duration
+        while not seats and 2 * streams <= MAX_STREAMS and self.gone() < MOST_SHARE * self.options.duration:
+            seconds = max(MORE_SHARE * self.options.duration, MORE_ANSWERS * mean_stay(best))
             more = measure.closed(2 * streams, _num_requests(2 * streams), seconds, self.options.seed)
             if any(seen.error for seen in more.seen) or more.rate < LEAST_GROWTH * best.rate:
                 break

@@ -19,6 +19,8 @@ from app.limit.interrupted import Interrupted, code_of, ended_like_a_key, number
 from app.limit.load import check_lengths
 from app.limit.options import deadline_of
 from app.limit.over_http import HttpMeasure
+from app.limit.remarks import mean_stay
+from app.limit.runs import COLD
 from app.limit.search import FIRST_SHARE, search
 from app.limit.summary import Outcome, summarize
 from app.limit.surroundings import machine_words, settings_of
@@ -106,6 +108,7 @@ class Looking:
         self._runs: list[Run] = []
         self._settings: Mapping[str, Any] | None = None
         self._gone, self._divided, self._num_others, self._was_short = "", "", 0, False
+        self._seats = 0
 
     def find(self) -> Outcome:
         """Measure one user, the capacity, and then rates.
@@ -166,13 +169,23 @@ class Looking:
         )
 
     def _run(self, measure: HttpMeasure, rate: float, seed: int) -> Run:
-        run = measure(rate, seed)
+        run = self._filling(measure)(rate, seed)
+        if (
+            run.unknown == COLD
+        ):  # from now on more are sent before those that count, as then, with room for higher rates
+            self._seats = max(self._seats, math.ceil(2 * rate * mean_stay(run)))
         if any(seen.error for seen in run.seen):
             self._gone = self._gone or what_ended(self._endpoint)
         if not self._gone:  # else its errors say nothing of the rate
             self._runs.append(run)
             self._watch.ran("rate", run)
         return run
+
+    def _filling(self, measure: HttpMeasure) -> HttpMeasure:
+        """With as many requests before those that count as it has turned out to take."""
+        if self._seats <= measure.source.seats:
+            return measure
+        return replace(measure, source=replace(measure.source, seats=self._seats))
 
     def _gone_seconds(self) -> float:
         return time.monotonic() - self._began
@@ -192,6 +205,7 @@ class Looking:
         self._gone = self._gone or what_ended(self._endpoint)
         if self._gone:
             return False
+        ready = replace(ready, measure=self._filling(ready.measure))
         affords = self._gone_seconds() + ready.seconds_of(rate) <= self._options.duration
         self._was_short = self._was_short or not affords
         return affords

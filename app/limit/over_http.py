@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from app.limit.dispatch import Job, Planned, run_job
@@ -65,15 +66,18 @@ class HttpMeasure:
     def closed(self, num_streams: int, num_requests: int, seconds: float, seed: int) -> Run:
         """So many streams, each of which sends its next request when its last answer is complete.
 
-        The rate of the run is that of the answers that were completed.
+        The rate of the run is that of the answers that were completed. Once each stream has had one, about, it is told
+        by Little's law from how long they took: in the time there was, those that were under way at its end had a part.
         """
         load = replace(self.source, seats=0).make(num_requests, 1.0, seed)  # nobody warms up, all of them count
         num_planned = len(load.workload.items)
         job = replace(self._job(load), counted=(0, num_planned), streams=num_streams, seconds=seconds)
         told = self._run(job, 0.0)
         run = self._as_run(0.0, seed, replace(load, counted=(0, num_planned)), told)
-        ended = [answer.finished for answer in told.answers if not answer.error]
-        return replace(run, rate=len(ended) / max(ended) if ended else 0.0)
+        ended = [(answer.finished, answer.finished - answer.sent) for answer in told.answers if not answer.error]
+        if len(ended) >= num_streams:
+            return replace(run, rate=num_streams / fmean(stay for _, stay in ended))
+        return replace(run, rate=len(ended) / max(ended)[0] if ended else 0.0)
 
     def _run(self, job: Job, rate: float) -> Told:
         self._wait_until_idle()

@@ -150,7 +150,9 @@ def unknown_words(run: Mapping[str, Any]) -> str:
 
 def _on_unknown(runs: Sequence[Run]) -> Iterator[str]:
     """The rates at which nothing came to be known of the server, and why: a line for each reason."""
+    known = {(run.rate, run.seed) for run in runs if run.is_valid}
     by_why = {why: [run for run in runs if run.unknown == why] for why in (LATE, WANTING, COLD)}
+    by_why[COLD] = [run for run in by_why[COLD] if (run.rate, run.seed) not in known]
     for why, those in by_why.items():
         if not those:
             continue

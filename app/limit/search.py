@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from app.limit.runs import LATE
+from app.limit.runs import COLD, LATE
 from app.limit.statistics import estimate_of
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def search(
         afford: whether there is time for another run at a rate.
 
     Returns:
-        All runs in the order in which they were made, one at least. A run in which the generator was late is made
-        again once. Where nothing is known of a rate, no higher one is tried.
+        All runs in the order in which they were made, one at least. A run in which the generator was late, or the
+        server not in its stride, is made again once. Where nothing is known of a rate, no higher one is tried.
     """
     runs = bracketed(measure, start, seeds[0], afford)
     low, high = edge(runs)
@@ -108,9 +108,9 @@ def bracketed(
 
 
 def _valid_if_possible(measure: Measure, rate: float, seed: int, afford: Callable[[float], bool]) -> list[Run]:
-    """A run, and another where the generator was late in the first: something else may have been up just then."""
+    """A run, and another where the first tells nothing: something else may have been up, or more are sent before."""
     runs = [measure(rate, seed)]
-    if runs[0].unknown == LATE and afford(rate):
+    if runs[0].unknown in (LATE, COLD) and afford(rate):
         runs.append(measure(rate, seed))
     return runs
 

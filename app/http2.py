@@ -23,6 +23,7 @@ from priority.priority import MissingStreamError
 from app.limits import Bucket
 
 if TYPE_CHECKING:
+    from h2._typing import Buffer
     from h2.events import Event
     from hypercorn.events import Event as ConnectionEvent
     from hypercorn.protocol.events import Event as StreamEvent
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 # What waits for a reader on one stream; a piece more than that, while it is being handed over.
 MAX_UNSENT_BYTES: Final = 1 << 16
-# Taken apart in one go: frames of a few bytes take far longer than the bytes of large ones.
-MAX_TURN_BYTES: Final = 1 << 11
+# Looked at in one go: each takes tens of microseconds, however few bytes it has.
+MAX_TURN_FRAMES: Final = 16
 # Requests of one connection that may be taken back before they were answered. Each has cost what it costs, and
 # those that are taken back do not count against the streams that a connection may have at once.
 MAX_TAKEN_BACK_A_MINUTE: Final = 1000
@@ -77,9 +78,9 @@ class Http2(H2Protocol):
         }
         self.connection.local_settings = h2.settings.Settings(client=False, initial_values=initial)
         self.connection.decoder.max_header_list_size = most
-        most_bytes = self.connection.incoming_buffer.max_frame_size
-        self.connection.incoming_buffer = _Frames(server=True)
-        self.connection.incoming_buffer.max_frame_size = most_bytes
+        self._frames = _Frames(server=True)
+        self._frames.max_frame_size = self.connection.incoming_buffer.max_frame_size
+        self.connection.incoming_buffer = self._frames
         self.stall_seconds = self.config.stall_seconds
         self._may_take_back = Bucket(MAX_TAKEN_BACK_A_MINUTE, trio.current_time())
 
@@ -94,12 +95,10 @@ class Http2(H2Protocol):
             self.give_up()
             await super().handle(event)
             return
-        for start in range(0, len(event.data), MAX_TURN_BYTES):
-            if start:  # the first has had its turn
-                await self.config.turnstile.turn()
-            if self.closed:
-                return
-            await super().handle(RawData(event.data[start : start + MAX_TURN_BYTES]))
+        await super().handle(event)
+        while self._frames.is_cut and not self.closed:
+            await self.config.turnstile.turn()
+            await super().handle(RawData(b""))
 
     async def stream_send(self, event: StreamEvent) -> None:
         """Pass on a part of an answer."""
@@ -323,11 +322,28 @@ class Unsent:
 
 
 class _Frames(FrameBuffer):
-    """Refuses a frame that is too long by its head; h2's own would first take in all of it, up to 16 MiB."""
+    """Gives out a few frames whenever something is added, and keeps the others for the next time.
+
+    It refuses a frame that is too long by its head; h2's own would first take in all of it, up to 16 MiB.
+    """
+
+    _num_left = MAX_TURN_FRAMES
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there may be more than was given out."""
+        return not self._num_left and len(self._data) >= _HEAD_BYTES
+
+    def add_data(self, data: Buffer) -> None:
+        super().add_data(data)
+        self._num_left = MAX_TURN_FRAMES
 
     def __next__(self) -> Frame:
         if len(self._data) >= _HEAD_BYTES:
             self._validate_frame_length(int.from_bytes(self._data[:_LENGTH_BYTES], "big"))
+        if not self._num_left:
+            raise StopIteration
+        self._num_left -= 1
         return super().__next__()
 
 

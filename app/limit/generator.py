@@ -159,7 +159,7 @@ class Generator:
         except (OSError, ssl.SSLError) as error:
             is_own = error.errno in OWN_WANTS
             self._end(index, f"{NO_CONNECTION if is_own else CANNOT_CONNECT}: {error}")
-            if is_own:
+            if is_own and index in self._counted:
                 self._stop()  # whatever comes, it tells nothing of the server
         else:
             if call.is_over:  # it was given up meanwhile

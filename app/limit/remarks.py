@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
-from app.limit.exchange import NOT_FINISHED
+from app.limit.exchange import NO_CONNECTION, NOT_FINISHED
 from app.limit.piling import enough_to_judge
 from app.limit.runs import COLD, LATE, MAX_LAG_SHARE, WANTED_SAMPLES, WANTING, given
 from app.render import numbers
@@ -106,13 +106,13 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
         longer: what to give where there was no time.
     """
     remarks = [*_on_samples(result, runs), *_on_bursts(result, runs)]
-    kinds = Counter(seen.error for run in runs for seen in run.seen if seen.error)
+    kinds = Counter(seen.error for run in runs for seen in run.seen if seen.error not in ("", NO_CONNECTION))
     if kinds:
         remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
     remarks += _on_lengths(runs)
     remarks += remarks_on_others(result["curve"])
     remarks += _on_unknown(runs)
-    if any(run.stopped for run in runs):
+    if any(run.stopped and run.unknown != WANTING for run in runs):
         remarks.append("Runs that were certain to be lost were ended: their percentiles are of what had come by then.")
     if result["limit"]:
         if result["limit"]["is_at_least"] and all(run.is_valid for run in runs):

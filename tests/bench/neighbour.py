@@ -1,11 +1,11 @@
 """What a neighbour's stream notices while bytes that no honest client sends come in: gaps between its tokens, in pairs.
 
-    python -m tests.bench.neighbour [--pairs 5] [--seconds 10] [--connections 4] [--step 0.02]
+    python -m tests.bench.neighbour [--pairs 5] [--seconds 10] [--connections 4] [--step 0.02] [--flood pings|crumbs]
 
-One process serves the fake model, one sends the cases of `tests.app.raw_cases` as fast as they are answered, and this
-one reads one stream after the other. Half of the time nothing else is sent; the two halves take turns, so that what the
-machine does beside them meets both. The sender has the lowest priority: elsewhere it would be another machine, and its
-own work is not to be taken for what the server does about it.
+One process serves the fake model, one sends the cases of `tests.app.raw_cases` as fast as they are answered, or what
+`tests.bench.flood` sends without end, and this one reads one stream after the other. Half of the time nothing else is
+sent; the two halves take turns, so that what the machine does beside them meets both. The sender has the lowest
+priority: elsewhere it would be another machine, and its own work is not to be taken for what the server does about it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import httpx
+
+from tests.bench.flood import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,9 +51,12 @@ def pair(options: argparse.Namespace, url: str, number: int) -> dict[str, Any]:
     """One turn without and one with."""
     alone = gaps(url, options.seconds)
     port = url.rsplit(":", 1)[1]
-    command = [sys.executable, "-m", "tests.app.raw_fuzz", "--port", port, "--cases", "1000000"]
-    first = ["--first", str(number * 1_000_000), "--connections", str(options.connections)]
-    with subprocess.Popen(["nice", "-n", "19", *command, *first]) as sender:
+    connections = str(options.connections)
+    command = ["tests.app.raw_fuzz", "--port", port, "--cases", "1000000", "--first", str(number * 1_000_000)]
+    command += ["--connections", connections]
+    if options.flood is not None:
+        command = ["tests.bench.flood", port, options.flood, connections]
+    with subprocess.Popen(["nice", "-n", "19", sys.executable, "-m", *command]) as sender:
         time.sleep(1)
         together = gaps(url, options.seconds)
         sender.terminate()
@@ -81,6 +86,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--connections", type=int, default=4)
+    parser.add_argument("--flood", choices=KINDS, help="send this instead of the cases")
     parser.add_argument("--step", type=float, default=0.02, help="seconds of a step of the fake model")
     options = parser.parse_args()
     fake = json.dumps({"step_seconds": options.step})

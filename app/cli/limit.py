@@ -98,7 +98,7 @@ def _add_promise(command: Parser) -> None:
     group.add_argument("--itl-p95", type=positive_or_none, metavar="S", help="gap of a token (default: [slo], 0.25)")
     group.add_argument("--e2e-p95", type=positive_or_none, metavar="S", help="whole answer (default: [slo], none)")
     group.add_argument("--max-error-share", type=share, metavar="X", help="of requests that fail (default 0.01)")
-    group.add_argument("--deadline", type=positive, metavar="S", help="a request fails after it (default 120; more for large targets)")
+    group.add_argument("--deadline", type=positive, metavar="S", help="then a request fails (default 120, or more)")
 
 
 def _add_workload(command: Parser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -39,6 +40,9 @@ MAX_TURN_FRAMES: Final = 16
 # Requests of one connection that may be taken back before they were answered. Each has cost what it costs, and
 # those that are taken back do not count against the streams that a connection may have at once.
 MAX_TAKEN_BACK_A_MINUTE: Final = 1000
+# What a stream's call holds beside the bytes: 29 KiB. It counts where the client takes nothing for so long.
+CALL_BYTES: Final = 1 << 15
+SLOW_SECONDS: Final = 1.0
 _LENGTH_BYTES, _HEAD_BYTES = 3, 9
 
 
@@ -253,6 +257,7 @@ class Unsent:
         self._taken = trio.Event()
         self._closed = trio.Event()
         self._num_behind = 0
+        self._waits_since = math.inf
         self._is_given_up = False
         self.has_begun = False
         self.is_complete = False
@@ -272,16 +277,19 @@ class Unsent:
             trio.TooSlowError: it was given up.
         """
         self._check()
+        if not self._data:
+            self._waits_since = trio.current_time()
         self._data += data
         self._num_behind = num_behind
-        self._unread.note(self.give_up, self.num_bytes + num_behind)
+        self._note()
 
     def take(self, max_bytes: int) -> bytes:
         """Take so much from the beginning, or what there is."""
         data = bytes(self._data[:max_bytes])
         if data:
             del self._data[:max_bytes]
-            self._unread.note(self.give_up, self.num_bytes + self._num_behind, has_taken=True)
+            self._waits_since = trio.current_time()
+            self._note(has_taken=True)
         self._taken.set()
         self._taken = trio.Event()
         return data
@@ -299,6 +307,10 @@ class Unsent:
 
     async def wait_closed(self) -> None:
         """Wait until all was sent, or nothing more will be. Raises as `put` does."""
+        with trio.move_on_at(self._waits_since + SLOW_SECONDS):
+            await self._closed.wait()
+        if not self._closed.is_set():
+            self._note()
         await self._closed.wait()
         self._check()
 
@@ -315,6 +327,13 @@ class Unsent:
         self._taken.set()
         self._num_behind = 0
         self._unread.note(self.give_up, 0)
+
+    def _note(self, *, has_taken: bool = False) -> None:
+        """Tell how much waits."""
+        num_bytes = self.num_bytes + self._num_behind
+        is_slow = trio.current_time() - self._waits_since >= SLOW_SECONDS
+        held = num_bytes + CALL_BYTES if num_bytes and is_slow else num_bytes
+        self._unread.note(self.give_up, held, has_taken=has_taken)
 
     def _check(self) -> None:
         if self._is_given_up:

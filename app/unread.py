@@ -8,8 +8,6 @@ from typing import Final
 
 MAX_UNREAD_BYTES: Final = 64 << 20
 SPARE_PARTS: Final = 64
-# What a call holds that waits for its reader, beside the bytes: 29 KiB on HTTP/2.
-CALL_BYTES: Final = 1 << 15
 
 GiveUp = Callable[[], object]
 
@@ -17,10 +15,11 @@ GiveUp = Callable[[], object]
 class Unread:
     """Knows what waits for readers. Where that is too much, who has taken nothing for longest loses the answer.
 
+    Who came last keeps it, however long it is: all of it is there already, and asked again it would be as long.
     Each that waits is known by the function that has it given up, which must not wait itself nor raise.
 
     Attributes:
-        num_bytes: all that waits, with what the calls hold.
+        num_bytes: all that waits.
     """
 
     def __init__(self, max_bytes: int = MAX_UNREAD_BYTES) -> None:
@@ -35,21 +34,23 @@ class Unread:
             has_taken: it has just taken some, and so has waited for less long than all others.
         """
         before = self._waiting.get(give_up, 0)
-        now = num_bytes + CALL_BYTES if num_bytes else 0
-        self.num_bytes += now - before
-        if now:
-            self._waiting[give_up] = now
+        self.num_bytes += num_bytes - before
+        if num_bytes:
+            self._waiting[give_up] = num_bytes
             if has_taken:
                 self._waiting.move_to_end(give_up)
         elif before:
             del self._waiting[give_up]
-        if self.num_bytes > self._max_bytes:
-            self._make_room()
+        # Who is given up tells that it has nothing any more, and makes no room in the middle of it.
+        if num_bytes > before and self.num_bytes > self._max_bytes:
+            self._make_room(give_up)
 
-    def _make_room(self) -> None:
+    def _make_room(self, newcomer: GiveUp) -> None:
         """Also for what those who go will be told, which is sent at once and yet counts for a moment."""
         most = self._max_bytes - self._max_bytes // SPARE_PARTS
-        while self._waiting and self.num_bytes > most:
-            give_up, num_held = self._waiting.popitem(last=False)
-            self.num_bytes -= num_held
-            give_up()
+        for give_up in list(self._waiting):
+            if self.num_bytes <= most:
+                return
+            if give_up != newcomer:
+                self.num_bytes -= self._waiting.pop(give_up, 0)
+                give_up()

@@ -65,7 +65,7 @@ class Http2(H2Protocol):
     requests that are taken back at once, again and again, end it.
 
     Attributes:
-        stall_seconds: as the connection has it, which knows how much room there is.
+        stall_seconds: as the connection, which knows how much room there is, had it when the last call came.
     """
 
     config: ConnectionConfig

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from quart import Blueprint, Response, request
 from quart.wrappers.response import DataBody
 from werkzeug.exceptions import NotFound
@@ -20,7 +22,10 @@ def static_blueprint() -> Blueprint:
     async def send(filename: str) -> Response:
         if filename not in names:
             raise NotFound
-        file = StaticFile.of(filename)
+        try:
+            file = StaticFile.of(filename)
+        except FileNotFoundError:  # another version is being put in its place
+            raise NotFound from None
         response = Response(_Body(file.data), mimetype=file.kind)
         response.content_length = len(file.data)
         response.set_etag(file.mark)
@@ -28,7 +33,10 @@ def static_blueprint() -> Blueprint:
         # Without the mark of this content the address stands for whatever is there, now or on another server.
         is_own = request.args.get("v") == file.mark
         response.headers["Cache-Control"] = "public, max-age=31536000, immutable" if is_own else "no-cache"
-        return await response.make_conditional(request, accept_ranges=True, complete_length=len(file.data))
+        answer = await response.make_conditional(request, accept_ranges=True, complete_length=len(file.data))
+        if answer.status_code == HTTPStatus.NOT_MODIFIED:
+            answer.headers.pop("Content-Length", None)  # it would have to be that of the whole
+        return answer
 
     return static
 

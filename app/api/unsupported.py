@@ -71,13 +71,15 @@ _WITHOUT_EFFECT: Final = ("user", "metadata")
 
 def chat_fields_at_rest(body: type[Body], own: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
     """What a body that becomes a chat cannot say of a chat, and fields of its `own`: each with its values at rest."""
-    taken = {name: _at_rest(field.default) for name, field in ChatBody.model_fields.items()}
+    taken = {name: _at_rest(field.default, name) for name, field in ChatBody.model_fields.items()}
     passing = {*body.model_fields, *_WITHOUT_EFFECT}
     return {name: rest for name, rest in ({**CHAT, **taken, "store": (False,), **own}).items() if name not in passing}
 
 
-def _at_rest(default: object) -> tuple[Any, ...]:
-    return () if default is None else ([], {}) if default == () else (default,)
+def _at_rest(default: object, name: str) -> tuple[Any, ...]:
+    if default == ():
+        return ({},) if name == "logit_bias" else ([],)
+    return () if default is None else (default,)
 
 
 def _same(value: object, rest: object) -> bool:

@@ -52,6 +52,7 @@ async def test_who_has_a_file_is_not_sent_it_again() -> None:
             answer = await fetch(server, CSS, headers)
             assert (answer.status_code, answer.content) == (304, b"")
             assert answer.headers["etag"] == etag
+            assert "content-length" not in answer.headers
         assert (await fetch(server, CSS, {"If-None-Match": '"other"'})).content == whole.content
         head = await server.client.head(CSS)
         assert (head.status_code, head.headers["content-length"]) == (200, str(len(whole.content)))

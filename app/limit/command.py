@@ -19,7 +19,6 @@ from app.limit.interrupted import Interrupted, code_of, ended_like_a_key, number
 from app.limit.load import check_lengths
 from app.limit.options import deadline_of
 from app.limit.over_http import HttpMeasure
-from app.limit.remarks import mean_stay
 from app.limit.runs import COLD
 from app.limit.search import FIRST_SHARE, search
 from app.limit.summary import Outcome, summarize
@@ -143,7 +142,7 @@ class Looking:
         factor, num_counted = self._choose(first, closed.rate)
         measure = self._measure(factor, num_counted)
         single = loops.single(measure)
-        self._watch.ran("single", single)
+        self._watch.ran("single", single, factor=factor)
         return Prepared(measure, single, closed.rate * factor / first, first, self._began)
 
     def outcome(self, ready: Prepared, runs: Sequence[Run], unfinished: str = "") -> Outcome:
@@ -170,10 +169,9 @@ class Looking:
 
     def _run(self, measure: HttpMeasure, rate: float, seed: int) -> Run:
         run = self._filling(measure)(rate, seed)
-        if (
-            run.unknown == COLD
-        ):  # from now on more are sent before those that count, as then, with room for higher rates
-            self._seats = max(self._seats, math.ceil(2 * rate * mean_stay(run)))
+        if run.unknown == COLD:
+            # From now on more are sent before those that count, as then, with room for higher rates.
+            self._seats = max(self._seats, math.ceil(2 * rate * run.mean_stay))
         if any(seen.error for seen in run.seen):
             self._gone = self._gone or what_ended(self._endpoint)
         if not self._gone:  # else its errors say nothing of the rate

@@ -29,7 +29,7 @@ class Watch:
         """A run goes on: `ended` of `total` requests of it have; `rate` is 0 in a closed loop."""
 
     def ran(self, kind: str, run: Run, *, factor: float | None = None) -> None:
-        """A run is over; `factor` divided its lengths, where they were not those of the others."""
+        """A run is over; `factor` divided its lengths, told of those in a closed loop: it may not be one for all."""
 
     def found(self, result: Mapping[str, Any]) -> None:
         """It is all over."""

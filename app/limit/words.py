@@ -163,11 +163,25 @@ def limit_lines(result: Mapping[str, Any]) -> list[str]:
         f"Just below it: goodput {limit['goodput']:.2f} requests/s, "
         f"{numbers.rate(limit['output_tokens_per_second'])} tokens/s.",
     ]
+    of = f"for requests of {request_words(result['workload'])}"
     if limit["users"] is not None:
-        lines.append(f"So many users at once: {limit['users']:.0f}.")
+        lines.append(f"So many users at once: {limit['users']:.0f}, {of}.")
     if limit["cost_per_million_output_tokens"] is not None:
-        lines.append(f"A million output tokens cost {limit['cost_per_million_output_tokens']:.2f}.")
+        cost = f"{limit['cost_per_million_output_tokens']:.2f}"
+        lines.append(f"A million output tokens cost {cost}, {of}: the output tokens bear the price of the prompts too.")
     return lines
+
+
+def request_words(workload: Mapping[str, Any]) -> str:
+    """`18.7 tokens in and 3.2 out (lengths divided by 64)`, on average."""
+    tokens = [numbers.rate(workload[f"mean_{name}_tokens"]).text for name in ("prompt", "output")]
+    divided = divided_words(workload["factor"])
+    return f"{tokens[0]} tokens in and {tokens[1]} out{f' ({divided})' if divided else ''}"
+
+
+def divided_words(factor: float | None) -> str:
+    """`lengths divided by 64`; empty where they are as they were."""
+    return "" if factor in (None, 1) else f"lengths divided by {factor:g}"
 
 
 def is_at_least(limit: Mapping[str, Any]) -> bool:

@@ -158,7 +158,7 @@ def make_brief(told: Mapping[str, Any]) -> dict[str, Any]:
     """
     result, asked = told["result"], told["asked"]
     limit = result["limit"] if result is not None else None
-    has_end = limit is not None and limit["high"] is not None and not limit.get("is_at_least")
+    has_end = limit is not None and not is_at_least(limit)
     return {
         "id": str(told["id"]),
         "began": str(told["began"]),
@@ -172,4 +172,6 @@ def make_brief(told: Mapping[str, Any]) -> dict[str, Any]:
         "low": None if limit is None else float(limit["low"]),
         "high": float(limit["high"]) if limit is not None and has_end else None,
         "bound_by": None if limit is None else str(limit["bound_by"]),
+        "factor": None if result is None else float(result["workload"]["factor"]),
+        "mean_output_tokens": None if result is None else float(result["workload"]["mean_output_tokens"]),
     }

@@ -81,6 +81,7 @@ class LimitView:
         tried = () if told is None else (told["trying"]["rate"],)
         now = () if told is None else (told["what"], int(told["seconds"]), *told["trying"].values())
         stopping = told is not None and told["stopping"]
+        is_chosen = told is not None and told["single_user"] is not None  # by what lengths are divided
 
         @cache
         def shown() -> Any:
@@ -89,7 +90,7 @@ class LimitView:
         return {
             "state": self._telemetry.draw_part("state"),
             "clock": numbers.clock(self._searches.wall()),
-            "control": self._part("control", (which, stopping), lambda: limit.control_variables(shown())),
+            "control": self._part("control", (which, stopping, is_chosen), lambda: limit.control_variables(shown())),
             "progress": self._part("progress", (which, now), lambda: limit.progress_variables(shown())),
             "outcome": self._part(
                 "outcome",

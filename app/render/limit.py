@@ -12,10 +12,12 @@ from app.limit.tune_words import OVER, ran_out, tune_lines, verdict_lines
 from app.limit.words import (
     bound_clause,
     broken_words,
+    divided_words,
     held_words,
     interval_words,
     is_at_least,
     per_second,
+    request_words,
     spread_of,
 )
 from app.live_change import KEYS
@@ -187,7 +189,7 @@ def run_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _divided(run: Mapping[str, Any]) -> str:
     """By what the lengths of a closed loop were divided, which may not be those of the rates below it."""
-    return f", lengths divided by {run['factor']:g}" if run.get("factor") else ""
+    return f", {divided}" if (divided := divided_words(run.get("factor"))) else ""
 
 
 def kept_variables(briefs: Sequence[Mapping[str, Any]], problem: str) -> dict[str, Any]:
@@ -200,6 +202,7 @@ def kept_variables(briefs: Sequence[Mapping[str, Any]], problem: str) -> dict[st
             "note": brief["note"],
             "beside": brief["beside_users"],
             "limit": _interval(brief),
+            "divided": _short(brief["factor"], brief["mean_output_tokens"]),
             "bound": bound_clause(brief["bound_by"]) if brief["bound_by"] else "",
             "end": ENDS.get(brief["end"], ("", ""))[0],
         }
@@ -313,7 +316,8 @@ def tiles_of(result: Mapping[str, Any], *, thinks: str, priced: str) -> list[Til
     if limit is not None:
         spread = spread_of(limit)
         between = f"between {spread[0]} and {spread[1]}" if spread else ""
-        notes = filter(None, ["at least" if is_at_least(limit) else "", between, held_words(limit)])
+        of = f"of requests of {request_words(result['workload'])}"
+        notes = filter(None, ["at least" if is_at_least(limit) else "", between, held_words(limit), of])
         broken = limit["broken_promise"]
         speed = numbers.rate(limit["output_tokens_per_second"]).text
         tiles += [
@@ -325,7 +329,7 @@ def tiles_of(result: Mapping[str, Any], *, thinks: str, priced: str) -> list[Til
             tiles.append(Tile("Users at once", numbers.count(round(limit["users"])), "", thinks))
         if limit["cost_per_million_output_tokens"] is not None:
             cost = f"{limit['cost_per_million_output_tokens']:.2f}"
-            tiles.append(Tile("A million output tokens", cost, "", priced))
+            tiles.append(Tile("A million output tokens", cost, "", f"{priced}, prompts included".removeprefix(", ")))
     if single is not None:
         first = numbers.seconds(single["ttft_p50_seconds"])
         whole = f"median; whole answer {numbers.seconds(single['e2e_p50_seconds'])}"
@@ -367,7 +371,24 @@ def _about(told: Mapping[str, Any]) -> str:
     promised = f"95 % of {', '.join(targets)}" if targets else "targets of their own"
     come = f", {asked['arrivals']} arrivals" if asked.get("arrivals") else ""  # older ones do not tell
     cv = f" of CV {asked['gap_cv']:g}" if asked.get("gap_cv") else ""
-    return f"{asked['workload']}{come}{cv}; {promised}; by {told['who']}, {numbers.clock_of(told['began'])}"
+    divided = _divided_by(told)
+    return f"{asked['workload']}{come}{cv}{divided}; {promised}; by {told['who']}, {numbers.clock_of(told['began'])}"
+
+
+def _divided_by(told: Mapping[str, Any]) -> str:
+    """By what the lengths of a search are divided, as far as that is known by now, for the end of a list."""
+    result = told["result"]
+    if result is not None:
+        workload = result["workload"]
+        return _short(workload["factor"], workload["mean_output_tokens"])
+    chosen = (told["single_user"] or {}).get("factor") or told["asked"].get("factor")  # older ones do not tell
+    return _short(chosen, None)
+
+
+def _short(factor: float | None, mean_output_tokens: float | None) -> str:
+    """`, lengths divided by 64 (answers of 3.2 tokens)`; empty where they are as they were."""
+    answers = f" (answers of {numbers.rate(mean_output_tokens)} tokens)" if mean_output_tokens else ""
+    return f", {divided}{answers}" if (divided := divided_words(factor)) else ""
 
 
 def _interval(limit: Mapping[str, Any]) -> str | None:

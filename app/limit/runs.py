@@ -183,6 +183,11 @@ class Run:
         return COLD if self.is_cold and self.holds else ""
 
     @property
+    def mean_stay(self) -> float:
+        """Seconds that a request is there, on average; 0 where none was finished."""
+        return fmean([seen.e2e for seen in self.finished if seen.e2e is not None] or [0.0])
+
+    @property
     def is_cold(self) -> bool:
         """Whether fewer were answered when counting began than would have been later on: answers take longer."""
         spans = [seen.e2e - (seen.ttft or 0.0) for seen in self.finished if seen.e2e is not None]

@@ -5,6 +5,7 @@ What measures is handed in (`tune_http`, `tune_simulated`); of a server nothing 
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 # Of the time that there is, where each part has to be over.
 PRESENT_UNTIL, ASCENT_UNTIL, CONFIRMED_UNTIL = 0.3, 0.62, 0.92
+# What is said to be enough is so by a tenth. What came before the rates leaves this share of the time to the first
+# settings in any case, as it would in a longer search.
+MARGIN, LEAST_SHARE = 1.1, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,22 @@ class Clock:
     def within(self, share: float) -> Callable[[float], bool]:
         """Whether there is time for a run at a rate in that share of the whole."""
         return lambda rate: self.gone + self._seconds_of(rate) <= share * self.duration
+
+
+def least_seconds(gone: float, duration: float, run_seconds: float, spare_seconds: float) -> int:
+    """About how long a search has to be for one other value to be tried; 0 where it is long enough.
+
+    Nothing can be seen to be better before the present settings have held at one rate and been lost at another, which
+    is to be within their part of the time.
+
+    Args:
+        gone: of `duration`, before the first rate; that grows with it.
+        run_seconds: what a run takes; one that is lost may take `spare_seconds` less.
+    """
+    wanted = 2 * run_seconds - spare_seconds
+    if gone + wanted <= PRESENT_UNTIL * duration:
+        return 0
+    return math.ceil(MARGIN * wanted / max(LEAST_SHARE, PRESENT_UNTIL - gone / duration))
 
 
 def tune(

@@ -6,11 +6,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from app.limit.command import Looking
+from app.limit.command import RUN_SECONDS, Looking
 from app.limit.endpoint import EndpointError
 from app.limit.interrupted import Interrupted, number_of, uninterrupted, words_of
 from app.limit.search import FIRST_SHARE
-from app.limit.tune import Clock, CutTuning, tune
+from app.limit.tune import Clock, CutTuning, least_seconds, tune
 from app.limit.tune_admin import HttpAdmin
 from app.limit.tune_controls import controls_of
 from app.limit.tune_live import open_settings
@@ -115,6 +115,7 @@ def find_tuned(
                 _refuse_unknown(endpoint)
                 refuse_others(endpoint, 0.0, watched=WATCHED_SECONDS)
             ready = looking.prepare()
+            _refuse_short(ready, options.duration)
             clock = Clock(options.duration, ready.seconds_of, ready.began)
             measure = LiveMeasure(live, endpoint, ready, clock, report, watch, beside_others=wish.while_serving)
             try:
@@ -175,6 +176,22 @@ def refuse_others(endpoint: Endpoint, patience: float, watched: float = 0.0) -> 
                 "tune it when nobody uses it, or add --while-serving."
             )
         time.sleep(POLL_SECONDS)
+
+
+def _refuse_short(ready: Prepared, duration: float) -> None:
+    """Refuse to spend the time on the present settings alone.
+
+    Raises:
+        EndpointError: it is not enough for one other value, about.
+    """
+    run_seconds = ready.seconds_of(FIRST_SHARE * ready.capacity)
+    least = least_seconds(time.monotonic() - ready.began, duration, run_seconds, RUN_SECONDS)
+    if least:
+        raise EndpointError(
+            f"In {numbers.duration(duration)} no other setting could be tried: a run takes about "
+            f"{numbers.duration(run_seconds)} here. For one value give --duration {least} or more, for all of them "
+            f"about {max(least, ready.seconds_of_all(NUM_RUNS))}; or a larger --factor."
+        )
 
 
 def _refuse_unknown(endpoint: Endpoint) -> None:

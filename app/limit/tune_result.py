@@ -102,8 +102,10 @@ def _evidence(tuned: Tuned) -> dict[str, Any]:
     verdict = tuned.verdict
     if verdict is None:
         number = len(tuned.candidates)
-        why = f"of {number} none was better" if number else "nothing else could be tried"
-        return {"believed": False, "complete": True, "why": why, "gain": None, "pairs": []}
+        none = "nothing else was tried in the time there was" if tuned.is_cut else "nothing else could be tried"
+        why = f"of {number} none was better" if number else none
+        is_complete = number > 0 or not tuned.is_cut
+        return {"believed": False, "complete": is_complete, "why": why, "gain": None, "pairs": []}
     pairs = []
     for pair in [pair for pair in tuned.pairs if pair.tells]:
         present, found = pair.limits

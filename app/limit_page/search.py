@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from app.audit import timestamp
+from app.limit.words import is_at_least
 from app.live_change import KEYS
 
 if TYPE_CHECKING:

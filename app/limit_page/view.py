@@ -14,6 +14,7 @@ from app.limit_page.wish import (
     MAX_MIX,
     MAX_NOTE,
     MIX,
+    NONE,
     RECORDING,
     SWITCHES,
     TARGETS,
@@ -47,6 +48,8 @@ NUMBERS: Final = (
     ("think_time", "A user thinks, s", "unknown"),
     ("price_per_hour", "Price an hour", "unknown"),
 )
+# As they stand in the form.
+IN_ORDER: Final = ("workload", "arrivals", "mix", *TARGETS, *[name for name, _, _ in NUMBERS], "note", *SWITCHES)
 MIX_EXAMPLE: Final = '[[class]]\nname = "assistant"\nshare = 3\nworkload = "azure-conversation"\nttft_p95_seconds = 1.0'
 
 
@@ -108,7 +111,14 @@ class LimitView:
         }
 
     def draw_ask(self, form: Mapping[str, str], error: Mapping[str, Any]) -> str:
-        """The form with what somebody typed, and what is wrong with it."""
+        """The form with what somebody typed, and what is wrong beside each field; the first of those has the focus.
+
+        Args:
+            error: by field, what is wrong as JSON is told it, and the same as one text.
+        """
+        fields = {name: _beside(name, message) for name, message in error["fields"].items()}
+        first = next((name for name in IN_ORDER if name in fields), None)
+        error = {**error, "fields": fields, "first": first}
         typed = {name: form.get(name, "") for name in self._typed()} | {name: name in form for name in SWITCHES}
         return self._templates["ask"].render(self._ask_variables() | {"typed": typed, "error": error})
 
@@ -184,6 +194,12 @@ class LimitView:
             **dict.fromkeys(SWITCHES, False),
         }
         return plain | {name: "" for name, _, _ in NUMBERS} | targets
+
+
+def _beside(field: str, message: str) -> str:
+    """What is wrong with a field, below that field: without its name, and an empty one is no target."""
+    message = message.removeprefix(f"'{field}' ").replace(f'; or "{NONE}"', "; or nothing")
+    return message[:1].upper() + message[1:]
 
 
 def _as_typed(value: Any) -> Any:

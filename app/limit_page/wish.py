@@ -37,6 +37,8 @@ NUMBERS: Final = (*TARGETS, "gap_cv", "duration", "factor", "repeats", "think_ti
 SWITCHES: Final = ("beside_users", "tune")
 LEAST_SECONDS, MOST_SECONDS = 30, 7200
 DEFAULT_SECONDS, TUNE_SECONDS = 480.0, 1800.0
+# In less than that a server that answers some requests a second tries nothing beside the settings that it has.
+LEAST_TUNE_SECONDS: Final = 300
 MAX_NOTE, MAX_MIX = 200, 10_000
 # Each letter of a mix may be sent as twelve, and there are other fields beside it.
 MAX_FORM_BYTES: Final = 12 * MAX_MIX + (1 << 14)
@@ -150,6 +152,12 @@ def parse_wish(data: Mapping[str, Any], slo: SloTargets) -> Wish:
         raise _wrong("mix", f"is for the workload '{MIX}' alone; choose that, or leave it out.")
     if wish.gap_cv is not None and wish.arrivals != BURSTS:
         raise _wrong("gap_cv", f"is for the arrivals '{BURSTS}' alone; choose those, or leave it out.")
+    if wish.tune and wish.seconds < LEAST_TUNE_SECONDS:
+        raise _wrong(
+            "duration",
+            f"is too short to look for better settings too, which takes {TUNE_SECONDS:,.0f}; give "
+            f"{LEAST_TUNE_SECONDS} or more.",
+        )
     if wish.mix is None and not any(getattr(wish, name) for name in TARGETS):
         raise _wrong("ttft_p95_seconds", "is missing like all targets: without any there is no limit.")
     return wish

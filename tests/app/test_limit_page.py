@@ -765,7 +765,7 @@ def test_the_oldest_are_let_go_and_damaged_ones_are_left_out(tmp_path: Path) -> 
         ({"workload": "mix", "mix": f'[[class]]\nname = "a"\nshare = 0x{"f" * 5000}'}, "mix"),
         ({"beside_users": "yes"}, "beside_users"), ({"arrivals": "own"}, "arrivals"), ({"arrivals": 1}, "arrivals"),
         ({"gap_cv": 3.0}, "gap_cv"), ({"gap_cv": 3.0, "arrivals": "poisson"}, "gap_cv"),
-        ({"gap_cv": 0.0, "arrivals": "gamma"}, "gap_cv"),
+        ({"gap_cv": 0.0, "arrivals": "gamma"}, "gap_cv"), ({"tune": True, "duration": 280}, "duration"),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_looked_for_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
@@ -784,8 +784,17 @@ async def test_a_form_says_what_is_wrong_beside_the_field(tmp_path: Path) -> Non
         assert page.status_code == 422
         assert 'name="mix" rows="8" maxlength="10000" spellcheck="false"' in page.text
         assert "&lt;b&gt;</textarea>" in page.text
-        assert re.search(r'id="mix-error" role="alert">&#39;mix&#39; cannot be used', page.text)
+        assert re.search(r'id="mix-error" role="alert">Cannot be used', page.text)
         assert 'name="beside_users" checked' in page.text
+        form = {"workload": "azure-code", "ttft_p95_seconds": "soon", "factor": "-1", "duration": "200", "tune": "on"}
+        page = await server.client.post("/ops/limit", data=form)
+        said = dict(re.findall(r'id="(\w+)-error" role="alert">(.+?)</p>', page.text))
+        above = "Must be a number above 0, at most a million"
+        assert said == {"ttft_p95_seconds": f"{above}, in seconds; or nothing.", "factor": f"{above}."}
+        assert re.findall(r'name="(\w+)"[^>]* autofocus', page.text) == ["ttft_p95_seconds"]
+        page = await server.client.post("/ops/limit", data=form | {"ttft_p95_seconds": "2", "factor": ""})
+        assert re.findall(r'name="(\w+)"[^>]* autofocus', page.text) == ["duration"]
+        assert "Is too short to look for better settings too, which takes 1,800; give 300 or more." in page.text
         done = await server.client.post(
             "/ops/limit", data={"workload": "azure-code", "ttft_p95_seconds": "2", "mix": "x", "arrivals": "constant"}
         )
@@ -804,7 +813,7 @@ async def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         assert page.status_code == 422
         said = [re.search(f'id="{name}-error" role="alert">([^<]*)<', page.text) for name in ("duration", "note")]
         assert [match[1] for match in said if match] == [
-            "&#39;duration&#39; must be a number of seconds from 30 to 7,200.",
+            "Must be a number of seconds from 30 to 7,200.",
             "",
         ]
         assert page.text.count('aria-invalid="true"') == 2

@@ -21,7 +21,7 @@ from app.limit.runs import Promise, Run
 from app.limit.search import search
 from app.limit.simulated import SimulatedMeasure
 from app.limit.statistics import limit_of, margin_of
-from app.limit.tune import Clock, Tuned, tune
+from app.limit.tune import Clock, Tuned, least_seconds, tune
 from app.limit.tune_candidates import RefusedError, Standing
 from app.limit.tune_confirm import Pair, budgets_of, judge
 from app.limit.tune_controls import ADMISSION, BUDGET, CHUNK, POLICY, SEATS, Control, Values, controls_of, parse_names
@@ -234,6 +234,25 @@ def test_what_there_was_no_time_for_is_said() -> None:
     assert done.is_cut
     assert len(measure.runs) <= 30
     assert any("time was over" in line for line in tune_lines(tune_result(done, applied=False)))
+
+
+def test_a_time_that_is_too_short_for_any_other_value_is_told_with_one_that_is_not() -> None:
+    assert least_seconds(10.0, 90.0, 11.0, 4.0) > 90
+    for gone_share in (0.125, 0.2):
+        least = least_seconds(gone_share * 90.0, 90.0, 11.0, 4.0)
+        assert least_seconds(gone_share * least, least, 11.0, 4.0) == 0
+    assert least_seconds(200.0, 1800.0, 50.0, 4.0) == 0
+    assert least_seconds(89.0, 90.0, 11.0, 4.0) > 90
+
+
+def test_where_nothing_else_was_tried_the_evidence_is_not_complete() -> None:
+    measure = Made(hill)
+    clock = timeless(6.0, lambda: float(len(measure.runs)), run_seconds=2.0)
+    done = tuned(measure, [SEATS_CONTROL], {SEATS: 16, POLICY: "continuous"}, clock)
+    result = tune_result(done, applied=False)
+    assert (result["candidates"], result["complete"], result["evidence"]["complete"]) == ([], False, False)
+    said = "Whether other settings are better is not known: nothing else was tried in the time there was."
+    assert tune_lines(result)[-1] == said
 
 
 def test_the_whole_ends_in_its_time() -> None:

@@ -19,8 +19,8 @@ BOUNDS: Final = {
     "token budget": "Steps were nearly full (max_num_batched_tokens), so that prompts were read bit by bit. A larger "
     "budget brings the first token sooner and makes the gaps between tokens longer: raise it while they stay within "
     "their promise.",
-    "compute": "Seats, KV memory and token budget had room left: it is the machine that computes no faster. A faster "
-    "one, a smaller model or a quicker dtype serves more; so does a milder promise.",
+    "compute": "Seats, KV memory and token budget had room left on average: it is the machine that computes no "
+    "faster. A faster one, a smaller model or a quicker dtype serves more; so does a milder promise.",
     "sequences or token budget": "Requests waited though there was KV memory left, and the server does not tell how "
     "many seats it has. Try more seats first, then a larger token budget.",
     NOT_FILLED: "Beyond it fewer requests were under way when counting began than would have been later on, so nothing "

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from app.limit.dispatch import Job, Planned, run_job
+from app.limit.elsewhere import look, share_between
 from app.limit.exchange import NO_CONNECTION, NOT_FINISHED, STOPPED, tokens_per_character
 from app.limit.piling import there_before
 from app.limit.runs import ALLOWED_MISSES, Run, Seen, tokens_per_second
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from app.limit.dispatch import Told
+    from app.limit.elsewhere import Share
     from app.limit.endpoint import Endpoint
     from app.limit.exchange import Answer
     from app.limit.load import Load, Source
@@ -60,8 +62,8 @@ class HttpMeasure:
             allowed_errors=math.inf if self.goes_on else self.source.promise.max_error_share * self.num_counted,
             scrape=self.endpoint.scrape,
         )
-        told = self._run(job, rate)
-        return self._as_run(rate, seed, load, told)
+        told, elsewhere = self._run(job, rate)
+        return replace(self._as_run(rate, seed, load, told), elsewhere=elsewhere)
 
     def closed(self, num_streams: int, num_requests: int, seconds: float, seed: int) -> Run:
         """So many streams, each of which sends its next request when its last answer is complete.
@@ -72,17 +74,20 @@ class HttpMeasure:
         load = replace(self.source, seats=0).make(num_requests, 1.0, seed)  # nobody warms up, all of them count
         num_planned = len(load.workload.items)
         job = replace(self._job(load), counted=(0, num_planned), streams=num_streams, seconds=seconds)
-        told = self._run(job, 0.0)
+        told, _ = self._run(job, 0.0)
         run = self._as_run(0.0, seed, replace(load, counted=(0, num_planned)), told)
         ended = [(answer.finished, answer.finished - answer.sent) for answer in told.answers if not answer.error]
         if len(ended) >= num_streams:
             return replace(run, rate=num_streams / fmean(stay for _, stay in ended))
         return replace(run, rate=len(ended) / max(ended)[0] if ended else 0.0)
 
-    def _run(self, job: Job, rate: float) -> Told:
+    def _run(self, job: Job, rate: float) -> tuple[Told, Share | None]:
+        """What came of a job, and what others took of the machine meanwhile."""
         self._wait_until_idle()
         total = job.counted[1] - job.counted[0]
-        return run_job(job, lambda ended: self.report(rate, ended, total))
+        before = look(job.host, job.port)
+        told = run_job(job, lambda ended: self.report(rate, ended, total))
+        return told, share_between(before, look(job.host, job.port))
 
     def _job(self, load: Load) -> Job:
         salt = secrets.token_hex(8)

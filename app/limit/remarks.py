@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
+from app.limit.elsewhere import MUCH
 from app.limit.exchange import NO_CONNECTION, NOT_FINISHED
 from app.limit.piling import enough_to_judge
 from app.limit.runs import COLD, LATE, MAX_LAG_SHARE, WANTED_SAMPLES, WANTING, given
@@ -111,6 +112,7 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
         remarks.append(f"Errors: {', '.join(f'{number} {kind}' for kind, number in kinds.most_common())}.")
     remarks += _on_lengths(runs)
     remarks += remarks_on_others(result["curve"])
+    remarks += _on_machine(result["curve"])
     remarks += _on_unknown(runs)
     if any(run.stopped and run.unknown != WANTING for run in runs):
         remarks.append("Runs that were certain to be lost were ended: their percentiles are of what had come by then.")
@@ -139,6 +141,21 @@ def remarks_on_others(curve: Sequence[Mapping[str, Any]]) -> list[str]:
         f"The server gave {answers} to others during {during} runs, to users or to another search: the limit is of "
         "what they left."
     ]
+
+
+def _on_machine(curve: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """That the machine was busy with something else during runs, so that a quiet one serves more; at most one line."""
+    known = [run for run in curve if run["cpu_share_of_others"] is not None]
+    busy = [run for run in known if run["cpu_share_of_others"] + run["cpu_share_stolen"] > MUCH]
+    if not busy:
+        return
+    others, stolen = (max(run[f"cpu_share_{name}"] for run in busy) for name in ("of_others", "stolen"))
+    host = f", and its host gave up to {numbers.percent(stolen)} to other machines" if stolen > MUCH / 10 else ""
+    yield (
+        f"This machine was busy with something else during {len(busy)} of {len(known)} runs: processes other than the "
+        f"server's and the search's own took up to {numbers.percent(others)} of its CPUs{host}. The limit is of what "
+        "they left; measure it again when the machine is quiet."
+    )
 
 
 def unknown_words(run: Mapping[str, Any]) -> str:

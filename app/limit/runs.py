@@ -17,6 +17,7 @@ from app.limit.piling import piling_excess
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from app.limit.elsewhere import Share
     from app.limit.scrapes import Observed
     from engine.config import SloTargets
 
@@ -137,6 +138,7 @@ class Run:
         others: answers that it gave to somebody else meanwhile, at least; `None` where it does not tell.
         lead_seconds: from the first request that was sent to the first that counts; `None` where none are to be served
             by then.
+        elsewhere: what others took of the machine that all of it was on; `None` where that is not known.
         own_want: what this machine wanted for to send all of them, an error in words; empty where it was nothing.
     """
 
@@ -152,6 +154,7 @@ class Run:
     others: int | None = None
     lead_seconds: float | None = None
     own_want: str = ""
+    elsewhere: Share | None = None
 
     @property
     def finished(self) -> list[Seen]:

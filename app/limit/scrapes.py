@@ -33,6 +33,12 @@ DIALECTS: Final[dict[str, dict[str, str]]] = {
 SHARES: Final = ("kv_cache_usage_perc",)
 # Above these shares a resource is taken to be used up.
 FULL_CACHE, FULL_SEATS, FULL_BUDGET = 0.95, 0.9, 0.8
+# So many wait on average where seats are full in turns: then this share of them is enough. Who has only just come is
+# told as waiting too, so that they say nothing by themselves.
+WAITED, OFTEN_FULL_SEATS = 0.5, 0.7
+
+# Bounds of `bound_by` that were seen to be reached; `compute` is what is left.
+FULL: Final = ("KV memory", "sequences", "token budget", "sequences or token budget")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,8 @@ def bound_by(observed: Observed | None) -> str:
         return "unknown: the server's metrics do not tell"
     if observed.preemptions or _share(observed.kv_cache_usage, 1) >= FULL_CACHE:
         return "KV memory"
-    if _share(observed.running, observed.max_num_seqs) >= FULL_SEATS:
+    often = (observed.waiting or 0) >= WAITED
+    if _share(observed.running, observed.max_num_seqs) >= (OFTEN_FULL_SEATS if often else FULL_SEATS):
         return "sequences"
     if _share(observed.step_tokens, observed.token_budget) >= FULL_BUDGET:
         return "token budget"

@@ -12,7 +12,7 @@ from app.limit.bounds import GENERATOR, NOT_FILLED, NOT_REACHED
 from app.limit.policies import ratios
 from app.limit.remarks import longer_words, mean_stay, remarks_on, why_not
 from app.limit.runs import COLD, WANTED_SAMPLES
-from app.limit.scrapes import bound_by
+from app.limit.scrapes import FULL, bound_by
 from app.limit.search import highest_held
 from app.limit.statistics import limit_of
 
@@ -131,6 +131,8 @@ def figures(run: Run) -> dict[str, Any]:
         "dispatch_lag_p50_seconds": run.lag_p50,
         "dispatch_lag_p99_seconds": run.lag_p99,
         "generator_cpu_share": run.cpu_share,
+        "cpu_share_of_others": run.elsewhere.others if run.elsewhere else None,
+        "cpu_share_stolen": run.elsewhere.stolen if run.elsewhere else None,
         "observed": asdict(run.observed) if run.observed else None,
         "requests_of_others": run.others,
         "stopped_early": run.stopped,
@@ -191,10 +193,11 @@ def _beyond(best: Run, runs: Sequence[Run]) -> list[Run]:
 
 
 def _bound(runs: Sequence[Run]) -> str:
-    """Of the runs at one rate: what they tell, the first that tells anything."""
+    """Of the runs at one rate: what was full in the first that tells of anything; it may have had room under a seed."""
     if not any(run.is_valid for run in runs):
         return NOT_FILLED if all(run.unknown == COLD for run in runs) else GENERATOR
-    return bound_by(next((run.observed for run in runs if run.observed is not None), None))
+    told = [bound_by(run.observed) for run in runs if run.observed is not None]
+    return next((bound for bound in told if bound in FULL), told[0] if told else bound_by(None))
 
 
 def _broken(runs: Sequence[Run]) -> str | None:

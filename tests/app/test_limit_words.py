@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from app.limit.elsewhere import Share
+from app.limit.scrapes import Observed, bound_by
 from app.limit.words import lines_of
 from app.limit_page.search import Search, make_brief
 from app.render.limit import control_variables, kept_variables, run_variables, tiles_of
-from tests.app.limit_lines import result_of
+from tests.app.limit_lines import RUNS, result_of, run_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,3 +68,30 @@ def test_it_is_told_as_soon_as_it_is_known(factor: float | None) -> None:
     running["single_user"] = {**divided()["single_user"], "factor": 32.0}
     assert ", lengths divided by 32;" in control_variables(running)["about"]
     assert run_variables(running)["rows"][0]["title"] == "one user alone, lengths divided by 32"
+
+
+def test_nobody_is_told_that_seats_had_room_who_was_seen_to_wait_for_one() -> None:
+    assert bound_by(Observed(running=1.5, waiting=3.1, max_num_seqs=2)) == "sequences"
+    assert bound_by(Observed(running=1.5, waiting=0.1, max_num_seqs=2)) == "compute"
+    # Who has only just come waits for the next step, and not for a seat.
+    assert bound_by(Observed(running=8.0, waiting=3.0, max_num_seqs=64)) == "compute"
+    room, full = Observed(running=1.0, waiting=0.0, max_num_seqs=2), Observed(running=2.0, waiting=3.1, max_num_seqs=2)
+    lost = [replace(run_at(8.0, 9.0, seed=seed), observed=one) for seed, one in enumerate((room, full))]
+    limit = result_of([run_at(4.0, 0.5), *lost])["limit"]
+    assert limit["bound_by"] == "sequences"
+    assert result_of([run_at(4.0, 0.5), lost[0]])["limit"]["bound_by"] == "compute"
+
+
+def test_a_machine_that_was_busy_with_something_else_is_told_of() -> None:
+    quiet, busy, stolen = Share(0.04, 0.0), Share(0.52, 0.001), Share(0.02, 0.2)
+    result = result_of(
+        [replace(run, elsewhere=one) for run, one in zip(RUNS, (quiet, busy, *[quiet] * 5), strict=True)]
+    )
+    (remark,) = [line for line in result["remarks"] if "busy" in line]
+    assert "during 1 of 7 runs" in remark
+    assert "took up to 52\N{NO-BREAK SPACE}% of its CPUs. The limit is of what they left" in remark
+    assert max(run["cpu_share_of_others"] for run in result["curve"]) == 0.52
+    result = result_of([replace(run, elsewhere=stolen) for run in RUNS])
+    assert any("its host gave up to 20\N{NO-BREAK SPACE}% to other machines" in line for line in result["remarks"])
+    for runs in ([replace(run, elsewhere=quiet) for run in RUNS], RUNS):
+        assert not any("busy" in line for line in result_of(runs)["remarks"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from app.limit.asking import one_line
 from app.limit.endpoint import EndpointError
 from app.limit.exchange import NO_CONNECTION
-from app.limit.remarks import MORE_CONNECTIONS, mean_stay
+from app.limit.remarks import MORE_CONNECTIONS
 from app.render import numbers
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ClosedLoops:
         streams = seats or FIRST_STREAMS
         best = self._run(measure, streams, _num_requests(streams), CLOSED_SHARE)
         while not seats and 2 * streams <= MAX_STREAMS and self.gone() < MOST_SHARE * self.options.duration:
-            seconds = max(MORE_SHARE * self.options.duration, MORE_ANSWERS * mean_stay(best))
+            seconds = max(MORE_SHARE * self.options.duration, MORE_ANSWERS * best.mean_stay)
             more = measure.closed(2 * streams, _num_requests(2 * streams), seconds, self.options.seed)
             if any(seen.error for seen in more.seen) or more.rate < LEAST_GROWTH * best.rate:
                 break

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from app.limit.endpoint import Endpoint
     from app.limit.exchange import Answer
     from app.limit.load import Load, Source
+    from engine.workload import Workload
 
 # What a run leaves behind is given up; a server takes so long at most to notice.
 IDLE_SECONDS: Final = 10.0
@@ -68,18 +69,16 @@ class HttpMeasure:
     def closed(self, num_streams: int, num_requests: int, seconds: float, seed: int) -> Run:
         """So many streams, each of which sends its next request when its last answer is complete.
 
-        The rate of the run is that of the answers that were completed. Once each stream has had one, about, it is told
-        by Little's law from how long they took: in the time there was, those that were under way at its end had a part.
+        The rate of the run is told from the tokens of answers that came, also of those that were under way at its end,
+        and from how many such an answer has. In a short time mostly short answers are completed, and at its beginning
+        nobody waits: neither how many were completed nor how long they took tells what a server gets through.
         """
         load = replace(self.source, seats=0).make(num_requests, 1.0, seed)  # nobody warms up, all of them count
         num_planned = len(load.workload.items)
         job = replace(self._job(load), counted=(0, num_planned), streams=num_streams, seconds=seconds)
         told, _ = self._run(job, 0.0)
         run = self._as_run(0.0, seed, replace(load, counted=(0, num_planned)), told)
-        ended = [(answer.finished, answer.finished - answer.sent) for answer in told.answers if not answer.error]
-        if len(ended) >= num_streams:
-            return replace(run, rate=num_streams / fmean(stay for _, stay in ended))
-        return replace(run, rate=len(ended) / max(ended)[0] if ended else 0.0)
+        return replace(run, rate=_rate_of(load.workload, told))
 
     def _run(self, job: Job, rate: float) -> tuple[Told, Share | None]:
         """What came of a job, and what others took of the machine meanwhile."""
@@ -187,6 +186,22 @@ class HttpMeasure:
             if not values.get("num_requests_running", 0.0) + values.get("num_requests_waiting", 0.0):
                 return
             time.sleep(IDLE_POLL_SECONDS)
+
+
+def _rate_of(workload: Workload, told: Told) -> float:
+    """Requests a second that came through in a closed loop, by their tokens; 0 where none was completed."""
+    pairs = list(zip(told.answers, workload.items, strict=True))
+    whole = [(answer.output_tokens, item.num_output_tokens) for answer, item in pairs if not answer.error]
+    came, asked = sum([tokens for tokens, _ in whole]), sum([tokens for _, tokens in whole])
+    if not came:
+        return 0.0
+    usual = tokens_per_character([answer for answer in told.answers if not answer.error])
+    under_way = [answer.sizes for answer in told.answers if _kind(answer) == STOPPED]
+    came_of_others = sum([sum(sizes) * usual if usual else float(len(sizes)) for sizes in under_way])
+    # A server may end answers by itself: then they are all so much shorter than was asked for.
+    of_each = fmean([item.num_output_tokens for item in workload.items]) * came / asked
+    end = told.wall_seconds if told.stopped_at is None else told.stopped_at
+    return (came + came_of_others) / (of_each * end)
 
 
 def _kind(answer: Answer) -> str:

@@ -25,14 +25,11 @@ LOW_SHARE = 0.04
 BURSTY_CV, MIN_INDEPENDENT = 2.0, 30
 # More of the tokens that were asked for are missing, not counting one an answer, which may be one that is not told.
 MISSING_SHARE = 0.03
+# A recording of which a run is so many times over, or more, is a few requests and no traffic.
+FEW_RECORDED = 0.1
 # What to do where no connection is left to send with.
 MORE_CONNECTIONS = "let a process have more files open here (ulimit -n), or send from another"
 NAMES = {"ttft": "the first token", "itl": "the gaps between tokens", "e2e": "the whole answer"}
-
-
-def mean_stay(run: Run) -> float:
-    """Seconds that a request is there, on average; 0 where none was finished."""
-    return fmean([seen.e2e for seen in run.finished if seen.e2e is not None] or [0.0])
 
 
 def longer_words(wanted_seconds: int | None, duration: float) -> str:
@@ -126,6 +123,12 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
     if cut := result["workload"]["shortened"]:
         share = numbers.percent(cut / result["workload"]["looked_at"])
         remarks.append(f"{share} of the requests did not fit into the context and were cut to it.")
+    recorded, num_counted = result["workload"]["recorded"], max([len(run.seen) for run in runs], default=0)
+    if recorded is not None and recorded < FEW_RECORDED * num_counted:
+        remarks.append(
+            f"There are {numbers.plural(recorded, 'recorded request')}, and {num_counted} of a run that count: the "
+            "same come again and again, so that the limit is of these few."
+        )
     if result["workload"]["skipped"]:
         remarks.append(f"{numbers.plural(result['workload']['skipped'], 'bad line')} of the trace had to be skipped.")
     return remarks
@@ -180,7 +183,7 @@ def _on_unknown(runs: Sequence[Run]) -> Iterator[str]:
             said = those[0].own_want.partition(": ")[2]
             yield f"{at} no connection was left here ({said}), which says nothing of the server: {MORE_CONNECTIONS}."
         else:
-            stay, at_once = max(map(mean_stay, those)), max(run.rate * mean_stay(run) for run in those)
+            stay, at_once = max(run.mean_stay for run in those), max(run.rate * run.mean_stay for run in those)
             yield (
                 f"{at} the promises were kept, but by a server that was not in its stride: an answer takes "
                 f"{numbers.seconds(stay)}, and too few requests were sent before those that count. Give "
@@ -223,7 +226,11 @@ def _on_samples(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]
         for percent in (95, 99):
             if whole and few < WANTED_SAMPLES[percent]:
                 yield f"A p{percent} wants {WANTED_SAMPLES[percent]:,} finished requests{of}; here are runs with {few}."
-    held = [(enough_to_judge([seen.num_there for seen in run.seen]), len(run.seen)) for run in whole if run.holds]
+    held = [
+        (enough_to_judge([seen.num_there for seen in run.seen], run.filled), len(run.seen))
+        for run in whole
+        if run.holds
+    ]
     if short := [pair for pair in held if pair[0] > pair[1]]:
         wanted, num_counted = max(short)
         yield (

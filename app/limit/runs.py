@@ -12,7 +12,7 @@ import numpy as np
 
 from app.compare.runs import SLOW_GAPS_ALLOWED, growth_excess, percentile
 from app.limit.exchange import NOT_FINISHED
-from app.limit.piling import piling_excess
+from app.limit.piling import filled, piling_excess
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -196,6 +196,13 @@ class Run:
         spans = [seen.e2e - (seen.ttft or 0.0) for seen in self.finished if seen.e2e is not None]
         return self.lead_seconds is not None and bool(spans) and fmean(spans) > self.lead_seconds
 
+    @cached_property
+    def filled(self) -> float:
+        """By how many more requests are there from the first quarter to the last because answers take so long."""
+        ends = [(seen.watched if seen.e2e is None else seen.e2e, seen.ttft) for seen in self.seen]
+        spans = [end - ttft for end, ttft in ends if ttft is not None]
+        return filled(sorted([seen.due for seen in self.seen]), spans, self.rate)
+
     @property
     def holds(self) -> bool:
         """Whether every promise was kept."""
@@ -218,7 +225,7 @@ class Run:
     def _piling(self) -> float:
         rows = sorted([(seen.due, seen.num_there) for seen in self.seen])
         due, there = np.array(rows, float).reshape(-1, 2).T
-        return float(piling_excess(due, there, self.rate, np.ones((1, len(rows))))[0])
+        return float(piling_excess(due, there, self.rate, self.filled, np.ones((1, len(rows))))[0])
 
     @property
     def hopeless(self) -> list[str]:

@@ -52,6 +52,11 @@ class Interval(NamedTuple):
         """Whether it may be any higher."""
         return math.isinf(self.high)
 
+    @property
+    def end(self) -> float | None:
+        """Its upper end; `None` where nobody knows it."""
+        return None if self.is_at_least else self.high
+
 
 def limit_of(runs: Sequence[Run]) -> Interval | None:
     """Where the fit crosses the promise under the seed that does so first; `None` where that is below all rates."""
@@ -215,7 +220,7 @@ def _growth_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray
 def _piling_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray) -> np.ndarray:
     """`piling_excess` for requests drawn anew: [draws]; `ordered`, `size` and `picks` as in `_growth_drawn`."""
     due, there = np.array([(run.seen[place].due, run.seen[place].num_there) for place in ordered], float).T
-    return piling_excess(due, there, run.rate, picks[:, np.arange(len(ordered)) // size])
+    return piling_excess(due, there, run.rate, run.filled, picks[:, np.arange(len(ordered)) // size])
 
 
 def _medians(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from app.compare.runs import percentile
 from app.limit.bounds import GENERATOR, NOT_FILLED, NOT_REACHED
 from app.limit.policies import ratios
-from app.limit.remarks import longer_words, mean_stay, remarks_on, why_not
+from app.limit.remarks import longer_words, remarks_on, why_not
 from app.limit.runs import COLD, WANTED_SAMPLES
 from app.limit.scrapes import FULL, bound_by
 from app.limit.search import highest_held
@@ -167,11 +167,11 @@ def _limit(found: Interval, runs: Sequence[Run], options: Options) -> dict[str, 
     known = figures(best)
     price, think = options.price_per_hour, options.think_time
     speed = known["output_tokens_per_second"]
-    stay = mean_stay(best)
+    stay = best.mean_stay
     return {
         "requests_per_second": found.estimate,
         "low": found.low,
-        "high": None if found.is_at_least else found.high,
+        "high": found.end,
         "held_requests_per_second": highest_held(runs),
         "is_at_least": found.is_at_least,
         "goodput": known["goodput"],
@@ -216,6 +216,7 @@ def _workload(source: Source, options: Options) -> dict[str, Any]:
         "looked_at": len(items),
         "shortened": load.workload.num_shortened,
         "skipped": load.workload.num_skipped,
+        "recorded": source.num_recorded,
         "mean_prompt_tokens": fmean([item.num_prompt_tokens for item in items]),
         "mean_output_tokens": fmean([item.num_output_tokens for item in items]),
     }

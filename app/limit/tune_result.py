@@ -94,8 +94,7 @@ def _standing(standing: Standing) -> dict[str, Any]:
 def _limit(limit: Interval | None) -> dict[str, float | None] | None:
     if limit is None:
         return None
-    high = None if limit.is_at_least else limit.high
-    return {"requests_per_second": limit.estimate, "low": limit.low, "high": high}
+    return {"requests_per_second": limit.estimate, "low": limit.low, "high": limit.end}
 
 
 def _evidence(tuned: Tuned) -> dict[str, Any]:

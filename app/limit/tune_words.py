@@ -85,7 +85,7 @@ def came_of(one: Mapping[str, Any]) -> str:
     return f"{one['verdict']}{early}{too_many}"
 
 
-def _limit(limit: Mapping[str, float] | None) -> str:
+def _limit(limit: Mapping[str, float | None] | None) -> str:
     return "none" if limit is None else interval_words(limit)
 
 

@@ -394,4 +394,5 @@ def test_a_whole_search_over_real_sockets(tmp_path: Path) -> None:
     for run in result["curve"]:
         assert run["requests"] == 20 or run["stopped_early"]
         assert run["observed"]["max_num_seqs"] == 4
-        assert (run["holds"] is None) == (run["dispatch_lag_p99_seconds"] > 0.05 * 0.25)
+        assert (run["unknown"] == "late") == (run["dispatch_lag_p99_seconds"] > 0.05 * 0.25)
+        assert (run["holds"] is None) == (run["unknown"] is not None)

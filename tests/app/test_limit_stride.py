@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import json
 import math
 import re
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from app.limit.lengths import Ranges
 from app.limit.load import MAX_FOR_SEATS, Source, WorkClass
 from app.limit.options import Options, deadline_of
 from app.limit.over_http import HttpMeasure
-from app.limit.piling import piling_excess, there_before
+from app.limit.piling import filled, piling_excess, there_before
 from app.limit.report import page_of
 from app.limit.runs import Promise, Run, Seen
 from app.limit.search import search
@@ -75,22 +77,74 @@ def test_streams_are_doubled_until_no_more_come_through(
 
 
 def test_a_closed_loop_is_no_slower_for_what_is_under_way_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told((), (), None, 0.0, 0.0)
+
     def run_job(_job: Job, _report: object) -> Told:
-        """Four streams for seven seconds, of answers that take five, one of three."""
-        spans = [(0, 3), (0, 5), (0, 5), (0, 5), (3, 7)]
-        answers = [
-            Answer(sent=begin, first=begin + 1, finished=end, output_tokens=2, sizes=[3, 3]) for begin, end in spans
-        ]
-        left = [Answer(due=5.0, sent=5.0, error=STOPPED)] * 3
-        return Told((*answers[:ended], *left), (), 7.0, 7.0, 0.1)
+        return told
 
     monkeypatch.setattr("app.limit.over_http.run_job", run_job)
     monkeypatch.setattr("app.limit.over_http.PAUSE_SECONDS", 0.0)
-    measure = HttpMeasure(Endpoint("http://x", "", "chat", "m", {}, {}), SOURCE, 5, 60.0)
-    ended = 5
-    assert measure.closed(4, 5, 7.0, 0).rate == pytest.approx(4 / 4.4)
-    ended = 3
-    assert measure.closed(4, 5, 7.0, 0).rate == pytest.approx(3 / 5)
+    of_ten = replace(SOURCE, classes=(WorkClass("requests", 1.0, Ranges((5, 9), (10, 10)), TARGETS),))
+    measure = HttpMeasure(Endpoint("http://x", "", "chat", "m", {}, {}), of_ten, 5, 60.0)
+
+    def rate(*answers: Answer) -> float:
+        nonlocal told
+        told = Told((*answers, *[Answer(error=STOPPED)] * (13 - len(answers))), (), 8.0, 9.0, 0.1)
+        return measure.closed(4, 6, 8.0, 0).rate
+
+    whole = Answer(sent=0.0, first=1.0, finished=5.0, output_tokens=10, sizes=[3] * 10)
+    under_way = Answer(sent=5.0, first=6.0, sizes=[3] * 5, error=STOPPED)
+    assert rate(whole, whole, under_way, replace(under_way, sizes=[])) == pytest.approx(2.5 / 8)
+    # Several tokens a piece; and a server that ends answers at half of what was asked for.
+    coarse = replace(whole, sizes=[15, 15])
+    assert rate(coarse, coarse, replace(under_way, sizes=[15])) == pytest.approx(2.5 / 8)
+    assert rate(replace(whole, output_tokens=5, sizes=[3] * 5), under_way) == pytest.approx(2 / 8)
+    assert rate(under_way) == 0
+    assert rate(whole, replace(whole, error="HTTP 500: no")) == pytest.approx(1 / 8)
+
+
+class Queue:
+    """A server that gives so many answers at once, each at ten tokens a second, and the others wait."""
+
+    def __init__(self, seats: int) -> None:
+        self._seats = seats
+
+    def run_job(self, job: Job, _report: object) -> Told:
+        free, ready = [0.0] * self._seats, [0.0] * job.streams
+        answers = []
+        for planned in job.planned:
+            if ready[0] >= job.seconds:
+                answers.append(Answer(error=STOPPED))
+                continue
+            sent = heapq.heappop(ready)
+            tokens = json.loads(planned.request.partition("\r\n\r\n")[2])["max_tokens"]
+            first = max(sent, heapq.heappop(free))
+            end = first + tokens / 10
+            heapq.heappush(free, end)
+            heapq.heappush(ready, end)
+            came = min(tokens, max(0, int((job.seconds - first) * 10)))
+            answer = Answer(due=sent, sent=sent, sizes=[3] * came, gaps=[0.1] * max(0, came - 1), error=STOPPED)
+            if came:
+                answer.first = first
+            if end <= job.seconds:
+                answer.error, answer.finished, answer.output_tokens, answer.prompt_tokens = "", end, tokens, 5
+            answers.append(answer)
+        return Told(tuple(answers), (), job.seconds, job.seconds, 0.1)
+
+
+@pytest.mark.parametrize(("seats", "longest", "streams"), [(16, 39, 32), (16, 159, 32), (32, 299, 32), (256, 499, 256)])
+def test_neither_who_waits_nor_who_is_long_makes_a_closed_loop_any_faster(
+    seats: int, longest: int, streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers take half as long on average as the longest: two to twenty-five seconds, of 480 for the whole search."""
+    monkeypatch.setattr("app.limit.over_http.run_job", Queue(seats).run_job)
+    monkeypatch.setattr("app.limit.over_http.PAUSE_SECONDS", 0.0)
+    source = replace(SOURCE, classes=(WorkClass("requests", 1.0, Ranges((5, 5), (1, longest)), TARGETS),))
+    endpoint = Endpoint("http://x", "", "chat", "m", {}, {})
+    loops = ClosedLoops(endpoint, Options(targets=TARGETS), 120.0, lambda: 0.0)
+    run, found = loops.capacity(HttpMeasure(endpoint, source, 5, 120.0), None)
+    assert found == streams
+    assert run.rate == pytest.approx(seats / ((1 + longest) / 20), rel=0.08)
 
 
 def test_a_server_with_many_seats_has_them_filled_before_requests_count() -> None:
@@ -188,7 +242,7 @@ def test_how_many_are_there_is_counted_without_who_comes() -> None:
 
 
 def piling(due: np.ndarray, there: np.ndarray, rate: float) -> float:
-    return float(piling_excess(due, there, rate, np.ones((1, len(due))))[0])
+    return float(piling_excess(due, there, rate, 0.0, np.ones((1, len(due))))[0])
 
 
 def test_a_share_that_stays_unanswered_piles_up_and_a_crowd_by_chance_does_not() -> None:
@@ -202,6 +256,46 @@ def test_a_share_that_stays_unanswered_piles_up_and_a_crowd_by_chance_does_not()
     assert piling(even[:3], place[:3], 10.0) == 0
     # Where three come for each that is there, seats may still fill.
     assert piling(even, 100 + 0.1 * place, 10.0) == 0
+
+
+@pytest.mark.parametrize("num", [300, 1000])
+def test_long_answers_of_which_there_come_to_be_more_are_no_piling_up(num: int) -> None:
+    """Ten come a second and all are served at once: a tenth for a hundred seconds, the others for one."""
+    num_refused = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        before, total = num // 5, num + num // 2
+        due = np.cumsum(rng.exponential(0.1, total))
+        spans = np.where(rng.random(total) < 0.1, 100.0, 1.0)
+        there = there_before(due.tolist(), list(zip(due.tolist(), (due + spans).tolist(), strict=True)))
+        seen = [
+            Seen(
+                float(due[place]),
+                0.0,
+                float(spans[place]),
+                0.0,
+                float(spans[place]),
+                5,
+                5,
+                4,
+                0,
+                num_there=there[place],
+            )
+            for place in range(before, before + num)
+        ]
+        run = Run(10.0, seed, PROMISE, tuple(seen), lead_seconds=float(due[before]))
+        assert run.filled > 10
+        num_refused += run.excesses()["waiting grows"] > 1
+    assert num_refused == 0
+
+
+def test_how_many_more_there_are_in_the_end_goes_by_how_long_answers_take() -> None:
+    due = [float(place) for place in range(80)]  # the first quarter is due at 9.5 on average, the last at 69.5
+    assert filled(due, [0.0, 0.0], 2.0) == 0
+    assert filled(due, [1000.0], 2.0) == pytest.approx(2 * 60)
+    assert filled(due, [20.0], 2.0) == pytest.approx(2 * 10.5)
+    assert filled(due, [1000.0, 0.0], 2.0) == pytest.approx(60)
+    assert filled(due, [], 2.0) == filled([1.0, 2.0], [9.0], 2.0) == 0
 
 
 def test_where_so_many_are_there_that_it_cannot_be_told_it_is_said_what_would_tell() -> None:

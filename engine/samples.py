@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PERCENTS: Final = (50, 90, 95, 99)
-# Two numbers of eight bytes a sample. A window with more of them is answered from the counts.
-MAX_SAMPLES: Final = 131_072
+# A window with more is answered from the counts: to put so many in order takes milliseconds, in which nobody is served.
+MAX_SAMPLES: Final = 16_384
 # A bucket's edges are a hundredth apart, the lowest is a tenth of a millisecond.
 LEAST_SECONDS: Final = 1e-4
 _LOG_RATIO: Final = math.log(1.01)

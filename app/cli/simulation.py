@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
 
 BYTES_PER_WEIGHT = 2.0
+# Whoever names fewer weights means millions or billions of them.
+LEAST_PARAMETERS = 1e6
 # Of SmolLM2-135M in 16 bits: 2 x 30 layers x 3 KV heads x 64 numbers x 2 bytes.
 KV_BYTES_PER_TOKEN = 23_040.0
 MACHINE = ("memory_gb_per_second", "tflops", "parameters")
@@ -50,6 +52,9 @@ def machine_of(options: argparse.Namespace, config: EngineConfig) -> Machine:
     if options.cost_model is not None and not described:
         return measured_machine(options.cost_model, config, kv_bytes_per_token=kv_bytes or KV_BYTES_PER_TOKEN)
     if options.cost_model is None and len(described) == len(MACHINE):
+        if options.parameters < LEAST_PARAMETERS:
+            number = exact(options.parameters)
+            raise ConfigError(f"--parameters {number} is no model: give all of its weights, such as {number}e9.")
         if kv_bytes is None:
             raise ConfigError(
                 "A described machine needs --kv-bytes-per-token of its model: "

@@ -42,6 +42,9 @@ MAX_TRACE_REQUESTS: Final = 1_000_000
 MIN_REQUESTS_FOR_PROCESSES: Final = 5_000
 LONGEST_FIRST: Final = ("static", "dynamic", "static_dropped", "continuous")
 CONTEXT_LENGTH: Final = 8192  # SmolLM2's
+UNCOUNTED: Final = (
+    "Of the described machine attention's arithmetic and the server's own time are not counted: a real one serves less."
+)
 KILLED: Final = "A process of the simulation was killed, perhaps for want of memory; simulate fewer --requests."
 
 
@@ -53,6 +56,7 @@ class Machine:
         described: facts about it, for the reader.
         context_length: of the model, in tokens.
         num_blocks: of KV memory.
+        caveat: what its cost model leaves out, a sentence; empty where it was measured.
     """
 
     cost_model: CostModel
@@ -61,6 +65,7 @@ class Machine:
     dtype: str
     context_length: int
     num_blocks: int
+    caveat: str = ""
 
 
 def measured_machine(path: Path, config: EngineConfig, *, kv_bytes_per_token: float) -> Machine:
@@ -103,7 +108,7 @@ def described_machine(
         bytes_per_weight=bytes_per_weight,
         kv_bytes_per_token=kv_bytes_per_token,
     )
-    return _machine(
+    machine = _machine(
         config,
         cost_model,
         described={"memory": f"memory {memory_gb_per_second:g} GB/s", "arithmetic": f"{tflops:g} TFLOP/s"},
@@ -111,6 +116,7 @@ def described_machine(
         dtype=f"{bytes_per_weight:g} bytes each",
         kv_bytes_per_token=kv_bytes_per_token,
     )
+    return replace(machine, caveat=UNCOUNTED)
 
 
 def _machine(

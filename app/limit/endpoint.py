@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from app.limit.exchange import Answer
 
 APIS: Final = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+NOT_FOUND: Final = 404
 PROBE_SECONDS: Final = 120.0
 # Words of the two prompts from which it is learnt how many tokens a word makes, and the length of their answers.
 PROBE_WORDS, PROBE_TOKENS = (16, 80), 4
@@ -153,13 +154,17 @@ def _with_model(endpoint: Endpoint) -> Endpoint:
     status, body = endpoint.get("/v1/models", endpoint.keys)
     if status in (401, 403):
         raise EndpointError(_refused(endpoint, status))
-    if wrong := what_is_wrong(endpoint.url, status, body):
+    where = endpoint.url + endpoint.path
+    if wrong := what_is_wrong(where, status, body):
         raise EndpointError(wrong)
     listed = [entry for entry in as_object(body).get("data") or () if isinstance(entry, dict) and entry.get("id")]
     names = [str(entry["id"]) for entry in listed]
     name = endpoint.model or (names[0] if names else "")
+    if not name and status == NOT_FOUND:
+        root = f", perhaps {endpoint.url}" if endpoint.path else ""
+        raise EndpointError(f"{where} has no /v1/models (HTTP 404); give the address of the API with --url{root}.")
     if not name:
-        raise EndpointError(f"{endpoint.url} lists no model at /v1/models; name one with --model.")
+        raise EndpointError(f"{where} lists no model at /v1/models; name one with --model.")
     entry = listed[names.index(name)] if name in names else {}
     # llama-server lists the context that a model was trained with; what it serves stands among its properties.
     told = as_object(endpoint.get("/props", endpoint.keys)[1]) if entry.get("owned_by") == "llamacpp" else {}

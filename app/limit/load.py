@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from app.limit.lengths import Ranges
+from app.limit.lengths import Ranges, Recorded
 from engine.errors import ConfigError
 from engine.workload import WorkItem, Workload, at_rate, choose_factor
 
@@ -122,6 +122,12 @@ class Source:
     def _num_before(self, num_counted: int) -> int:
         """Requests that are sent before those that count."""
         return max(MIN_WARM_UP, round(WARM_UP_SHARE * num_counted), self._for_seats)
+
+    @property
+    def num_recorded(self) -> int | None:
+        """Requests that were written down, of the class that has the fewest; `None` where none were."""
+        lengths = [one.lengths for one in self.classes]
+        return min([len(one.workload.items) for one in lengths if isinstance(one, Recorded)], default=None)
 
     def least_factor(self) -> float:
         """What lengths must be divided by for nearly all requests to fit into the context."""

@@ -123,7 +123,7 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
     if cut := result["workload"]["shortened"]:
         share = numbers.percent(cut / result["workload"]["looked_at"])
         remarks.append(f"{share} of the requests did not fit into the context and were cut to it.")
-    recorded, num_counted = result["workload"]["recorded"], max([len(run.seen) for run in runs], default=0)
+    recorded, num_counted = result["recorded_requests"], max([len(run.seen) for run in runs], default=0)
     if recorded is not None and recorded < FEW_RECORDED * num_counted:
         remarks.append(
             f"There are {numbers.plural(recorded, 'recorded request')}, and {num_counted} of a run that count: the "

@@ -225,4 +225,5 @@ def outcome_of(
     machine = measure.machine
     described = {"model": f"Simulated: {machine.model} in {machine.dtype}", **machine.described}
     settings = {name: getattr(measure.config, name) for name in SETTINGS}
-    return Outcome(described, measure.source, single, capacity, runs, seconds, settings=settings)
+    caveat = [machine.caveat] if machine.caveat else []
+    return Outcome(described, measure.source, single, capacity, runs, seconds, caveat, settings=settings)

@@ -77,6 +77,7 @@ def summarize(outcome: Outcome, options: Options) -> dict[str, Any]:
         "targets": {**asdict(options.targets), "max_error_share": options.max_error_share},
         "classes": [{"name": one.name, "share": one.share, **asdict(one.targets)} for one in classes],
         "workload": _workload(outcome.source, options),
+        "recorded_requests": outcome.source.num_recorded,
         "limit": limit,
         "unfinished": outcome.unfinished or None,
         "single_user": figures(outcome.single) if outcome.single else None,
@@ -216,7 +217,6 @@ def _workload(source: Source, options: Options) -> dict[str, Any]:
         "looked_at": len(items),
         "shortened": load.workload.num_shortened,
         "skipped": load.workload.num_skipped,
-        "recorded": source.num_recorded,
         "mean_prompt_tokens": fmean([item.num_prompt_tokens for item in items]),
         "mean_output_tokens": fmean([item.num_output_tokens for item in items]),
     }

@@ -91,7 +91,7 @@ def tune_simulated(
         remarks = ["The limit and the runs above are those of the settings at the start."]
         found = outcome_of(base, capacity, tuned.present.runs, clock.gone)
         told = tune_result(tuned, applied=False)
-        return replace(found, tune=told, remarks=remarks, unfinished=tuned.unfinished)
+        return replace(found, tune=told, remarks=[*found.remarks, *remarks], unfinished=tuned.unfinished)
 
     measure = TunedMeasure(base, values, say, watch or Watch())
     try:

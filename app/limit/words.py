@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LATENCIES: Final = {"ttft": "first token", "itl": "gap", "e2e": "answer"}
+# Of the columns of `table`.
+LEGEND: Final = (
+    "Gaps are counted over all of a run; goodput: requests/s of which each met every target by itself; waiting: "
+    "requests without a first token, on average."
+)
 P95: Final = [f"{name} p95" for name in LATENCIES.values()]
 # What happens where a promise is not kept; {of} names the class of work where there are several.
 BROKEN: Final = {
@@ -39,6 +44,7 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
 def _what_came(result: Mapping[str, Any]) -> list[str]:
     return [
         *table(result["curve"]),
+        *([LEGEND] if result["curve"] else []),
         *(["", *aligned([["requests/s", "seed", "class", *P95], *rows])] if (rows := class_rows(result)) else []),
         *([""] if result["curve"] else []),
         *limit_lines(result),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -85,6 +86,14 @@ def open_raw(answer: bytes) -> Iterator[str]:
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
+
+
+@pytest.mark.parametrize(("path", "hint"), [("", "--url."), ("/ops", "--url, perhaps {url}.")])
+def test_an_address_below_which_there_is_no_api_is_told_with_one_where_it_may_be(path: str, hint: str) -> None:
+    with open_raw(b"HTTP/1.1 404 Not Found\r\n\r\n{}") as url:
+        said = f"{url}{path} has no /v1/models (HTTP 404); give the address of the API with {hint.format(url=url)}"
+        with pytest.raises(EndpointError, match=re.escape(said)):
+            find_endpoint(url + path, "chat")
 
 
 @pytest.mark.parametrize(

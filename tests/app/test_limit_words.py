@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from app.limit.elsewhere import Share
+from app.limit.lengths import Recorded
+from app.limit.load import Source, WorkClass
+from app.limit.options import Options
 from app.limit.scrapes import Observed, bound_by
+from app.limit.summary import Outcome, summarize
 from app.limit.words import lines_of
 from app.limit_page.search import Search, make_brief
 from app.render.limit import control_variables, kept_variables, run_variables, tiles_of
-from tests.app.limit_lines import RUNS, result_of, run_at
+from engine.workload import WorkItem, Workload
+from tests.app.limit_lines import PROMISE, RUNS, TARGETS, result_of, run_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,3 +100,30 @@ def test_a_machine_that_was_busy_with_something_else_is_told_of() -> None:
     assert any("its host gave up to 20\N{NO-BREAK SPACE}% to other machines" in line for line in result["remarks"])
     for runs in ([replace(run, elsewhere=quiet) for run in RUNS], RUNS):
         assert not any("busy" in line for line in result_of(runs)["remarks"])
+
+
+def test_what_the_columns_count_stands_below_them() -> None:
+    lines = lines_of(result_of())
+    place = next(number for number, line in enumerate(lines) if line.startswith("Gaps are counted over all of a run"))
+    assert lines[place - 1].split()[0] == "8.00"  # the last run
+    assert not any(line.startswith("Gaps are") for line in lines_of({**result_of(), "curve": []}))
+
+
+@pytest.mark.parametrize(("num_recorded", "is_told"), [(3, True), (39, True), (40, False)])
+def test_a_recording_of_a_few_requests_is_no_traffic(num_recorded: int, is_told: bool) -> None:
+    recorded = Recorded(Workload("short", tuple([WorkItem(float(place), 20, 11) for place in range(num_recorded)])))
+    source = Source((WorkClass("requests", 1.0, recorded, TARGETS),), PROMISE)
+    result = summarize(Outcome({}, source, None, 6.0, RUNS, 1.0), Options(targets=TARGETS))
+    assert result["recorded_requests"] == num_recorded
+    said = f"There are {num_recorded} recorded requests, and 400 of a run that count: the same come again and again"
+    assert any(line.startswith(said) for line in result["remarks"]) == is_told
+
+
+def test_a_described_machine_says_what_it_leaves_out_and_has_a_model(run: Any) -> None:
+    words = ["limit", "--simulate", "--memory-gb-per-second", "20", "--tflops", "0.5", "--kv-bytes-per-token", "23040"]
+    code, out, _ = run(*words, "--parameters", "134515008", "--requests", "50", "--factor", "40", "--repeats", "1")
+    assert code == 0
+    assert "attention's arithmetic and the server's own time are not counted: a real one serves less." in out
+    code, out, err = run(*words, "--parameters", "8")
+    assert (code, out) == (2, "")
+    assert "--parameters 8 is no model: give all of its weights, such as 8e9." in err

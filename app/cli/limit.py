@@ -111,7 +111,7 @@ def _add_workload(command: Parser) -> None:
     group.add_argument(
         "--arrivals", choices=("poisson", "constant", "gamma", "own"), help="(default: own of a trace, else poisson)"
     )
-    group.add_argument("--gap-cv", type=positive, metavar="X", help="of the gaps, for gamma (default 1)")
+    group.add_argument("--gap-cv", type=positive, metavar="X", help="coefficient of variation of the gaps, for gamma")
     group.add_argument("--seed", type=count_or_zero, metavar="N", help="of lengths and arrivals (default 0)")
 
 
@@ -125,6 +125,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"Give only one of {', '.join(f'--{name}' for name in files)}.")
     if options.gap_cv is not None and options.arrivals != "gamma":
         raise ConfigError("--gap-cv is for --arrivals gamma.")
+    if options.gap_cv is None and options.arrivals == "gamma":
+        raise ConfigError("--gap-cv is missing: it makes the bursts of --arrivals gamma, and 1 would be poisson.")
     if options.simulate:
         _refuse_of_a_server(options)
     if not options.simulate:

@@ -41,7 +41,7 @@ RUNS: Final = ("curve", "tried", "capacity", "single_user")
 LEAST_SECONDS: Final = 0.25
 TARGET_TITLES: Final = dict(zip(TARGETS, ("First token", "Between tokens", "Whole answer"), strict=True))
 NUMBERS: Final = (
-    ("gap_cv", "Bursts: CV of the gaps", "1"),
+    ("gap_cv", "Bursts: CV of the gaps", "only for bursts"),
     ("duration", limit.FIELDS["--duration"], f"{DEFAULT_SECONDS:g}"),
     ("repeats", limit.FIELDS["--repeats"], "3"),
     ("factor", limit.FIELDS["--factor"], "what fits"),
@@ -127,7 +127,8 @@ class LimitView:
         typed = {name: _as_typed(asked.get(name, now)) for name, now in self._typed().items()}
         variables, error = self._ask_variables(), None
         if typed["workload"] not in dict(variables["workloads"]):
-            error = {"fields": {"workload": f"{typed['workload']} is not there any more; choose another."}}
+            gone = f"{typed['workload']} is not there any more; choose another."
+            error = {"fields": {"workload": gone}, "first": "workload"}
         return self._templates["ask"].render(variables | {"typed": typed, "error": error})
 
     async def stream(self, busy: bool, closed: trio.Event) -> AsyncGenerator[bytes, None]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from app.fields import WrongFieldsError
 from engine.errors import ConfigError
@@ -62,6 +62,12 @@ TAKES: Final = {
 }
 
 
+def _known(arrivals: str) -> str:
+    if arrivals not in ARRIVALS:
+        raise ValueError(arrivals)
+    return arrivals
+
+
 class Wish(BaseModel):
     """Body of `POST /ops/limit`.
 
@@ -81,7 +87,7 @@ class Wish(BaseModel):
 
     workload: str = Field("azure-conversation", min_length=1, max_length=300)
     mix: str | None = Field(None, max_length=MAX_MIX)
-    arrivals: Literal["poisson", "constant", "gamma"] | None = None
+    arrivals: Annotated[str, AfterValidator(_known)] | None = None
     gap_cv: Positive | None = None
     ttft_p95_seconds: Positive | None = None
     itl_p95_seconds: Positive | None = None
@@ -152,6 +158,8 @@ def parse_wish(data: Mapping[str, Any], slo: SloTargets) -> Wish:
         raise _wrong("mix", f"is for the workload '{MIX}' alone; choose that, or leave it out.")
     if wish.gap_cv is not None and wish.arrivals != BURSTS:
         raise _wrong("gap_cv", f"is for the arrivals '{BURSTS}' alone; choose those, or leave it out.")
+    if wish.gap_cv is None and wish.arrivals == BURSTS:
+        raise _wrong("gap_cv", f"is missing: it makes the bursts of the arrivals '{BURSTS}', and 1 would be at random.")
     if wish.tune and wish.seconds < LEAST_TUNE_SECONDS:
         raise _wrong(
             "duration",

@@ -51,6 +51,7 @@ SIMULATE = (
         (["limit", "--duration", "nan"], "must be a number above 0"),
         (["limit", "--workload", "mooncake", "--mix", "x"], "only one of --workload, --mix"),
         (["limit", "--gap-cv", "2"], "--arrivals gamma"),
+        (["limit", "--arrivals", "gamma"], "--gap-cv is missing"),
         (["limit", "--url", "localhost:1"], "no address of a server"),
         (["limit", "--url", "http://x", "--max-num-seqs", "4"], "leave it out with --url"),
         (["limit", "--url", "http://x", "--simulate"], "either --simulate or --url"),

@@ -385,7 +385,7 @@ async def test_what_is_asked_again_is_what_was_asked_but_for_a_recording_that_is
         for part in (
             '<option value="mix" selected>', 'name="factor" value="2.5"', 'name="note" value="as before"',
             'name="itl_p95_seconds" value=""', 'name="tune" checked', "name = &#34;a&#34;",
-            '<option value="gamma" selected>', 'name="gap_cv" value="13"', "mix, gamma arrivals of CV 13; 95",
+            '<option value="gamma" selected>', 'name="gap_cv" value="13"', "mix, gamma arrivals of CV 13, lengths",
         ):  # fmt: skip
             assert part in page, part
         assert 'name="beside_users" checked' not in page
@@ -765,7 +765,8 @@ def test_the_oldest_are_let_go_and_damaged_ones_are_left_out(tmp_path: Path) -> 
         ({"workload": "mix", "mix": f'[[class]]\nname = "a"\nshare = 0x{"f" * 5000}'}, "mix"),
         ({"beside_users": "yes"}, "beside_users"), ({"arrivals": "own"}, "arrivals"), ({"arrivals": 1}, "arrivals"),
         ({"gap_cv": 3.0}, "gap_cv"), ({"gap_cv": 3.0, "arrivals": "poisson"}, "gap_cv"),
-        ({"gap_cv": 0.0, "arrivals": "gamma"}, "gap_cv"), ({"tune": True, "duration": 280}, "duration"),
+        ({"gap_cv": 0.0, "arrivals": "gamma"}, "gap_cv"), ({"arrivals": "gamma"}, "gap_cv"),
+        ({"tune": True, "duration": 280}, "duration"),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_looked_for_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], param: str) -> None:

@@ -68,10 +68,16 @@ def _both(now: Mapping[str, Any] | None, then: Mapping[str, Any] | None) -> str:
     said = f"Then: {_words(then)}. Now: {_words(now)}."
     if now is None or then is None or is_at_least(now) or is_at_least(then):
         return said
+    if _figures(now) == _figures(then):
+        return f"{said} That is the same."
     ratio = now["requests_per_second"] / then["requests_per_second"]
     apart = now["low"] > then["high"] or now["high"] < then["low"]
     verdict = "" if apart else "; the intervals overlap, so this may be chance"
     return f"{said} That is {ratio:.2f} times{verdict}."
+
+
+def _figures(limit: Mapping[str, Any]) -> list[float]:
+    return [limit[name] for name in ("requests_per_second", "low", "high")]
 
 
 def _differ(name: str, result: Mapping[str, Any], older: Mapping[str, Any]) -> bool:

@@ -82,7 +82,8 @@ def _misses(single: Run) -> Iterator[str]:
         for name, target in given(targets).items():
             if name + of in single.hopeless:
                 got = numbers.seconds(median(_samples(seen, name)) if _samples(seen, name) else None)
-                yield f"{NAMES[name]}{of} takes {got} (median), more than {numbers.seconds(target)}"
+                takes = "take" if name == "itl" else "takes"
+                yield f"{NAMES[name]}{of} {takes} {got} (median), more than {numbers.seconds(target)}"
     if "errors" in single.hopeless:
         kinds = Counter(seen.error for seen in single.seen if seen.error)
         told = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
@@ -117,6 +118,10 @@ def remarks_on(result: Mapping[str, Any], runs: Sequence[Run], num_seeds: int, l
         if result["limit"]["is_at_least"] and all(run.is_valid for run in runs):
             remarks.append("The targets held at every rate that was tried: the limit is at least this.")
         tried = len({run.seed for run in runs if run.is_valid})
+        if tried == 1 and not result["limit"]["is_at_least"]:
+            remarks.append(
+                "The interval is of one seed: it knows nothing of how far the limits of other seeds lie apart."
+            )
         if tried < num_seeds:
             why = "" if result["unfinished"] else f": there was no time for more, give {longer}"
             remarks.append(f"Only {tried} of {num_seeds} seeds were tried{why}.")

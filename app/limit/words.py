@@ -249,6 +249,8 @@ def _single_line(result: Mapping[str, Any]) -> list[str]:
     single = result["single_user"]
     if single is None:
         return []
+    if not single["requests"]:
+        return ["One user alone: no request was answered."]
     cells = [
         f"{LATENCIES[name]} {numbers.seconds(single[f'{name}_p50_seconds'])} (p95 "
         f"{numbers.seconds(single[f'{name}_p95_seconds'])})"

@@ -182,7 +182,7 @@ def run_variables(told: Mapping[str, Any] | None) -> dict[str, Any]:
     rows = [_row(title + _divided(run), run, "") for title, run in closed if run is not None]
     rows += [
         _row(per_second(run["rate"]), run, verdict_words(run))
-        for run in sorted(told["curve"], key=lambda run: run["rate"])
+        for run in sorted(told["curve"], key=lambda run: (run["rate"], run["seed"]))
     ]
     return {"rows": rows, "starred": any(row["few"] for row in rows), "enough": ENOUGH}
 
@@ -330,7 +330,7 @@ def tiles_of(result: Mapping[str, Any], *, thinks: str, priced: str) -> list[Til
         if limit["cost_per_million_output_tokens"] is not None:
             cost = f"{limit['cost_per_million_output_tokens']:.2f}"
             tiles.append(Tile("A million output tokens", cost, "", f"{priced}, prompts included".removeprefix(", ")))
-    if single is not None:
+    if single is not None and single["requests"]:
         first = numbers.seconds(single["ttft_p50_seconds"])
         whole = f"median; whole answer {numbers.seconds(single['e2e_p50_seconds'])}"
         tiles.append(Tile("One user alone", first.text, f"{first.unit} to the first token", whole))
@@ -348,6 +348,7 @@ def _row(title: str, run: Mapping[str, Any], verdict: str) -> dict[str, Any]:
     few = run["requests"] < ENOUGH
     return {
         "title": title,
+        "seed": run["seed"],
         "latencies": [str(numbers.seconds(run[f"{name}_p95_seconds"])) for name in LATENCIES],
         "few": few,
         "answers": numbers.count(run["requests"]),

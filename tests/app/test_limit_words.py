@@ -8,21 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from app.limit.against import against_lines
 from app.limit.elsewhere import Share
 from app.limit.lengths import Recorded
 from app.limit.load import Source, WorkClass
 from app.limit.options import Options
+from app.limit.remarks import why_not
+from app.limit.runs import Promise, Run, Seen
 from app.limit.scrapes import Observed, bound_by
 from app.limit.summary import Outcome, summarize
 from app.limit.words import lines_of
 from app.limit_page.search import Search, make_brief
 from app.render.limit import control_variables, kept_variables, run_variables, tiles_of
+from engine.config import SloTargets
 from engine.workload import WorkItem, Workload
 from tests.app.limit_lines import PROMISE, RUNS, TARGETS, result_of, run_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+ITL = Promise((SloTargets(None, 0.1, None),), 0.01)
 ASKED = {
     "workload": "mooncake", "mix": None, "note": "", "beside_users": False, "arrivals": None, "gap_cv": None,
     "factor": None, "ttft_p95_seconds": 2.0, "itl_p95_seconds": None, "e2e_p95_seconds": None,
@@ -127,3 +132,27 @@ def test_a_described_machine_says_what_it_leaves_out_and_has_a_model(run: Any) -
     code, out, err = run(*words, "--parameters", "8")
     assert (code, out) == (2, "")
     assert "--parameters 8 is no model: give all of its weights, such as 8e9." in err
+
+
+def test_what_one_user_gets_is_said_in_words_that_fit() -> None:
+    result = result_of()
+    result["single_user"] |= {"requests": 0}
+    assert "One user alone: no request was answered." in lines_of(result)
+    assert "One user alone" not in [tile.title for tile in tiles_of(result, thinks="", priced="")]
+    slow = Run(0.1, 0, ITL, tuple([Seen(place, 0.0, 9.0, 1.0, 9.0, 20, 2, 1, 1, (8.07,)) for place in range(9)]))
+    assert "the gaps between tokens take 8.07" in why_not(slow, (), 1.0)
+
+
+def test_equal_limits_are_called_the_same_and_one_seed_alone_is_told() -> None:
+    result = result_of()
+    assert against_lines(result, result)[-1].endswith("That is the same.")
+    said = "The interval is of one seed: it knows nothing of how far the limits of other seeds lie apart."
+    assert said not in result["remarks"]
+    assert said in result_of([run for run in RUNS if run.seed == 0])["remarks"]
+
+
+def test_runs_at_one_rate_are_told_apart_by_their_seeds() -> None:
+    told = searched(result_of())
+    told["curve"] = [*reversed(result_of()["curve"])]
+    rows = [(row["title"], row["seed"]) for row in run_variables(told)["rows"]]
+    assert [row for row in rows if row[0] == "5.80"] == [("5.80", 0), ("5.80", 1)]

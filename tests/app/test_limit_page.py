@@ -106,7 +106,7 @@ async def test_a_search_is_seen_growing_and_what_came_of_it_outlives_the_server(
             "Bound by sequences. Nearly all seats (max_num_seqs) were taken, and whoever came waited for one.",
             "Users at once 131",
             "One user alone 200 ms to the first token",
-            "8.00 no: first tokens come too late 9.00 s 100 ms 10.0 s 400 0",
+            "8.00 0 no: first tokens come too late 9.00 s 100 ms 10.0 s 400 0",
             "unknown: sent 200 ms late",
             "A p99 wants 1,000 finished requests",
         ):

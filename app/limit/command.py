@@ -71,7 +71,7 @@ class Prepared:
 
     def seconds_of(self, rate: float) -> float:
         """What a run takes."""
-        return self.measure.source.num_sent(self.measure.num_counted) / rate + RUN_SECONDS
+        return self.measure.source.num_sent(self.measure.num_counted, rate) / rate + RUN_SECONDS
 
     def seconds_of_all(self, num_runs: int) -> int:
         """What so many runs of one search take with all before them, about, where none is made any longer than now."""
@@ -107,7 +107,7 @@ class Looking:
         self._runs: list[Run] = []
         self._settings: Mapping[str, Any] | None = None
         self._gone, self._divided, self._num_others, self._was_short = "", "", 0, False
-        self._seats = 0
+        self._seats, self._stay_seconds = 0, 0.0
 
     def find(self) -> Outcome:
         """Measure one user, the capacity, and then rates.
@@ -117,7 +117,7 @@ class Looking:
             EndpointError: the server fails requests even of one user alone.
             Interrupted: somebody ends it while rates are tried.
         """
-        ready = self.prepare()
+        ready = self._with_seats_filled(self.prepare())
         start, afford = FIRST_SHARE * ready.capacity, partial(self._affords, ready)
         try:
             if not ready.single.hopeless:
@@ -172,6 +172,7 @@ class Looking:
         if run.unknown == COLD:
             # From now on more are sent before those that count, as then, with room for higher rates.
             self._seats = max(self._seats, math.ceil(2 * rate * run.mean_stay))
+            self._stay_seconds = max(self._stay_seconds, 2 * run.mean_stay)
         if any(seen.error for seen in run.seen):
             self._gone = self._gone or what_ended(self._endpoint)
         if not self._gone:  # else its errors say nothing of the rate
@@ -181,9 +182,22 @@ class Looking:
 
     def _filling(self, measure: HttpMeasure) -> HttpMeasure:
         """With as many requests before those that count as it has turned out to take."""
-        if self._seats <= measure.source.seats:
-            return measure
-        return replace(measure, source=replace(measure.source, seats=self._seats))
+        source = measure.source
+        seats, stay = max(source.seats, self._seats), max(source.stay_seconds, self._stay_seconds)
+        return replace(measure, source=replace(source, seats=seats, stay_seconds=stay))
+
+    def _with_seats_filled(self, ready: Prepared) -> Prepared:
+        """With no more requests before those that count than are there at once at a rate, and more that count for it.
+
+        They are there for as long as that of one user alone is; where it is longer, the server is not in its stride.
+        """
+        source = replace(ready.measure.source, stay_seconds=ready.single.mean_stay)
+        num_counted = ready.measure.num_counted
+        if self._options.requests is None:
+            rate = FIRST_SHARE * ready.capacity
+            sent = ((self._options.duration - self._gone_seconds()) / self._num_runs - RUN_SECONDS) * rate
+            num_counted = max(num_counted, min(source.num_counted(sent, rate), MAX_REQUESTS))
+        return replace(ready, measure=replace(ready.measure, source=source, num_counted=num_counted))
 
     def _gone_seconds(self) -> float:
         return time.monotonic() - self._began

@@ -77,6 +77,7 @@ class Source:
         factor: all lengths are divided by it.
         max_model_len: what is longer is cut; `None` cuts nothing.
         seats: requests that are served at once; 0 where that is not known.
+        stay_seconds: that a request is there, about: at a rate at which fewer are there than seats, no more are filled.
         is_recorded: the classes are the interactive and the background requests of one recording, both of whose
             `lengths` are the whole of it: each request has the class and the place in time that it had.
     """
@@ -88,40 +89,45 @@ class Source:
     factor: float = 1.0
     max_model_len: int | None = field(default=None)
     seats: int = 0
+    stay_seconds: float = math.inf
     is_recorded: bool = False
 
     def make(self, num_counted: int, rate: float, seed: int) -> Load:
         """A load of which so many requests count.
 
-        Its mean rate is `rate` exactly, whatever the pattern. With the same seed the same requests come in the same
-        pattern at every rate.
+        Its mean rate is `rate` exactly, whatever the pattern. With the same seed the same requests count at every rate,
+        and come in the same pattern; of those before and after them there are fewer where fewer seats are to be filled.
 
         Raises:
             ConfigError: the requests' own arrivals have no pattern.
         """
-        warm_up = self._num_before(num_counted)
-        total = warm_up + num_counted + max(MIN_TAIL, round(TAIL_SHARE * num_counted), self._for_seats)
-        workload, classes = self._mixed(total, seed)
+        most, warm_up = self._num_before(num_counted, math.inf), self._num_before(num_counted, rate)
+        workload, classes = self._mixed(most + num_counted + self._num_after(num_counted, math.inf), seed)
         if self.arrivals != "own":
             workload = replace(workload, items=self._spread(workload, seed))
-        return Load(at_rate(workload, rate), classes, (warm_up, warm_up + num_counted))
+        sent = slice(most - warm_up, most + num_counted + self._num_after(num_counted, rate))
+        workload = at_rate(replace(workload, items=workload.items[sent]), rate)
+        return Load(workload, classes[sent], (warm_up, warm_up + num_counted))
 
-    def num_sent(self, num_counted: int) -> float:
-        """Requests that are sent until so many that count have ended, about."""
-        return self._num_before(num_counted) + (1 + SENT_AFTER) * num_counted
+    def num_sent(self, num_counted: int, rate: float = math.inf) -> float:
+        """Requests that are sent until so many that count have ended, about, at a rate at which all seats are taken."""
+        return self._num_before(num_counted, rate) + (1 + SENT_AFTER) * num_counted
 
-    def num_counted(self, num_sent: float) -> int:
+    def num_counted(self, num_sent: float, rate: float = math.inf) -> int:
         """How many count where so many are sent until they have ended."""
         before_some = num_sent / (1 + WARM_UP_SHARE + SENT_AFTER)
-        return max(0, int(min(before_some, (num_sent - self._for_seats) / (1 + SENT_AFTER))))
+        return max(0, int(min(before_some, (num_sent - self._for_seats(rate)) / (1 + SENT_AFTER))))
 
-    @property
-    def _for_seats(self) -> int:
-        return min(MAX_FOR_SEATS, math.ceil(PER_SEAT * self.seats))
+    def _for_seats(self, rate: float) -> int:
+        there = rate * self.stay_seconds if self.stay_seconds else 0.0
+        return min(MAX_FOR_SEATS, math.ceil(PER_SEAT * min(self.seats, there)))
 
-    def _num_before(self, num_counted: int) -> int:
+    def _num_before(self, num_counted: int, rate: float) -> int:
         """Requests that are sent before those that count."""
-        return max(MIN_WARM_UP, round(WARM_UP_SHARE * num_counted), self._for_seats)
+        return max(MIN_WARM_UP, round(WARM_UP_SHARE * num_counted), self._for_seats(rate))
+
+    def _num_after(self, num_counted: int, rate: float) -> int:
+        return max(MIN_TAIL, round(TAIL_SHARE * num_counted), self._for_seats(rate))
 
     @property
     def num_recorded(self) -> int | None:

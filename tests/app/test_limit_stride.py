@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 import re
@@ -157,6 +158,28 @@ def test_a_server_with_many_seats_has_them_filled_before_requests_count() -> Non
     for source in (SOURCE, many):
         assert source.num_counted(source.num_sent(300)) in (299, 300)
     assert many.num_counted(100) == 0
+
+
+def test_no_more_seats_are_filled_than_are_taken_at_a_rate_and_the_same_requests_count() -> None:
+    many = replace(SOURCE, seats=256)
+    brief = replace(many, stay_seconds=4.0)
+    assert brief.make(100, 8.0, 0).counted == (48, 148)  # 32 are there at once
+    assert brief.make(100, 1.0, 0).counted == (20, 120)
+    assert brief.make(100, 640.0, 0).counted == many.make(100, 640.0, 0).counted == (384, 484)
+    assert replace(brief, stay_seconds=0.0).make(100, 8.0, 0).counted == (20, 120)
+    assert brief.num_sent(100, 8.0) == pytest.approx(48 + 110)
+    assert brief.num_sent(100) == many.num_sent(100)
+    assert brief.num_counted(158, 8.0) in (99, 100)
+    counted = []
+    for rate in (1.0, 8.0, 640.0):
+        load = brief.make(100, rate, 0)
+        items = load.workload.items[slice(*load.counted)]
+        counted.append([(one.num_prompt_tokens, one.num_output_tokens) for one in items])
+        gaps = [(two.arrival_seconds - one.arrival_seconds) for one, two in itertools.pairwise(items)]
+        counted[-1] += [round(gap / gaps[0], 6) for gap in gaps]
+        assert len(load.classes) == len(load.workload.items)
+        assert load.workload.items[0].arrival_seconds == 0
+    assert counted[0] == counted[1] == counted[2]
 
 
 def cold(rate: float, ttft: float = 0.1) -> Run:

@@ -182,6 +182,8 @@ class Looking:
 
     def _filling(self, measure: HttpMeasure) -> HttpMeasure:
         """With as many requests before those that count as it has turned out to take."""
+        if not self._seats:
+            return measure
         source = measure.source
         seats, stay = max(source.seats, self._seats), max(source.stay_seconds, self._stay_seconds)
         return replace(measure, source=replace(source, seats=seats, stay_seconds=stay))
@@ -192,12 +194,13 @@ class Looking:
         They are there for as long as that of one user alone is; where it is longer, the server is not in its stride.
         """
         source = replace(ready.measure.source, stay_seconds=ready.single.mean_stay)
+        self._source = replace(self._source, stay_seconds=source.stay_seconds)
         num_counted = ready.measure.num_counted
         if self._options.requests is None:
             rate = FIRST_SHARE * ready.capacity
             sent = ((self._options.duration - self._gone_seconds()) / self._num_runs - RUN_SECONDS) * rate
             num_counted = max(num_counted, min(source.num_counted(sent, rate), MAX_REQUESTS))
-        return replace(ready, measure=replace(ready.measure, source=source, num_counted=num_counted))
+        return replace(ready, measure=self._measure(source.factor, num_counted))
 
     def _gone_seconds(self) -> float:
         return time.monotonic() - self._began

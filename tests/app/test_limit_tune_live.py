@@ -651,7 +651,7 @@ def served(process: str) -> Iterator[str]:
 def test_a_whole_tuning_over_real_sockets(served: str, tmp_path: Path) -> None:
     """Two seats are too few, and more cost nothing here."""
     path = tmp_path / "limit.json"
-    words = ["limit", "--url", served, "--tune", "max_num_seqs", "--apply", "--duration", "45", "--requests", "10"]
+    words = ["limit", "--url", served, "--tune", "max_num_seqs", "--apply", "--duration", "75", "--requests", "10"]
     words += ["--factor", "40", "--ttft-p95", "1", "--itl-p95", "none", "--json", str(path)]
     before = len(httpx.get(f"{served}/admin/audit").json())
     done = subprocess.run([sys.executable, "-m", "app.cli", *words], capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ SAID: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": None}, "'messages' is missing"),
     (COMPLETIONS, {"prompt": None}, "'prompt' is missing"),
     ("/detokenize", {"tokens": None}, "'tokens' is missing"),
-    ("/v1/responses", {"input": None}, "'input' is missing"),
+    ("/v1/responses", {"input": None, "messages": None}, "'input' is missing"),
     (COMPLETIONS, {"prompt": 5}, "'prompt' must be a string or a list of token ids"),
     (CHAT, {"cache_salt": "x" * 257}, "'cache_salt' must have at most 256 characters"),
     (CHAT, {"cache_salt": 5}, "'cache_salt' must be a string"),

@@ -234,7 +234,7 @@ def _on_samples(result: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[str]
     held = [
         (enough_to_judge([seen.num_there for seen in run.seen], run.filled), len(run.seen))
         for run in whole
-        if run.holds
+        if run.holds and not run.is_wait_promised
     ]
     if short := [pair for pair in held if pair[0] > pair[1]]:
         wanted, num_counted = max(short)

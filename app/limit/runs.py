@@ -36,6 +36,8 @@ WANTED_SAMPLES: Final = {50: 20, 95: 300, 99: 1000}
 MIN_JUDGED: Final = 5
 # What is further from the promise than this is no more lost for it.
 MAX_EXCESS: Final = 1 / ALLOWED_MISSES
+# Of a run's seconds: a wait that is promised to be shorter is broken while it grows.
+MAX_WAIT_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,23 @@ class Run:
             found["preemptions"] = _ratio(self.preemptions, max(1.0, ALLOWED_PREEMPTIONS * len(self.seen)))
         return {name: min(value, MAX_EXCESS) for name, value in found.items()}
 
+    @cached_property
+    def is_wait_promised(self) -> bool:
+        """Whether a first token or a whole answer is promised so soon, to each class, that a growing wait breaks it.
+
+        Then it is left to that to tell whether more requests come than can be answered: on a real machine, whose speed
+        wavers, there are ever more for as long as a short run takes at four fifths of what it can serve.
+        """
+        dues = [seen.due for seen in self.seen]
+        most = MAX_WAIT_SHARE * (max(dues, default=0.0) - min(dues, default=0.0))
+        return all(
+            min(one.ttft_p95_seconds or math.inf, one.e2e_p95_seconds or math.inf) <= most
+            for one in self.promise.targets
+        )
+
     def _piling(self) -> float:
+        if self.is_wait_promised:
+            return 0.0
         rows = sorted([(seen.due, seen.num_there) for seen in self.seen])
         due, there = np.array(rows, float).reshape(-1, 2).T
         return float(piling_excess(due, there, self.rate, self.filled, np.ones((1, len(rows))))[0])

@@ -219,6 +219,8 @@ def _growth_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray
 
 def _piling_drawn(run: Run, ordered: Sequence[int], size: int, picks: np.ndarray) -> np.ndarray:
     """`piling_excess` for requests drawn anew: [draws]; `ordered`, `size` and `picks` as in `_growth_drawn`."""
+    if run.is_wait_promised:
+        return np.zeros(len(picks))
     due, there = np.array([(run.seen[place].due, run.seen[place].num_there) for place in ordered], float).T
     return piling_excess(due, there, run.rate, run.filled, picks[:, np.arange(len(ordered)) // size])
 

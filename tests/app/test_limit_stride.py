@@ -39,6 +39,8 @@ from tests.app.test_limit_servers import find_endpoint
 
 TARGETS = SloTargets(1.0, None, None)
 PROMISE = Promise((TARGETS,), 0.01)
+# Nothing that a growing wait would break.
+GAPS_ALONE = Promise((SloTargets(None, 1.0, None),), 0.01)
 SOURCE = Source((WorkClass("requests", 1.0, Ranges((5, 9), (2, 4)), TARGETS),), PROMISE)
 
 
@@ -306,7 +308,7 @@ def test_long_answers_of_which_there_come_to_be_more_are_no_piling_up(num: int) 
             )
             for place in range(before, before + num)
         ]
-        run = Run(10.0, seed, PROMISE, tuple(seen), lead_seconds=float(due[before]))
+        run = Run(10.0, seed, GAPS_ALONE, tuple(seen), lead_seconds=float(due[before]))
         assert run.filled > 10
         num_refused += run.excesses()["waiting grows"] > 1
     assert num_refused == 0
@@ -321,10 +323,27 @@ def test_how_many_more_there_are_in_the_end_goes_by_how_long_answers_take() -> N
     assert filled(due, [], 2.0) == filled([1.0, 2.0], [9.0], 2.0) == 0
 
 
+@pytest.mark.parametrize(
+    ("targets", "judged"),
+    [
+        (SloTargets(None, 0.1, None), True),
+        (SloTargets(2.0, 0.1, None), False),
+        (SloTargets(None, None, 5.0), False),
+        (SloTargets(20.0, 0.1, 30.0), True),  # the run takes 40 s
+    ],
+)
+def test_ever_more_are_looked_for_where_no_promise_tells_of_them(targets: SloTargets, judged: bool) -> None:
+    run = make_run(10.0, ttft=lambda _: 0.1)
+    seen = tuple([replace(one, num_there=8 + place // 8) for place, one in enumerate(run.seen)])
+    run = replace(run, seen=seen, promise=Promise((targets,), 0.01))
+    assert (run.excesses()["waiting grows"] > 1) == judged
+
+
 def test_where_so_many_are_there_that_it_cannot_be_told_it_is_said_what_would_tell() -> None:
     def remarks(num_there: int) -> list[str]:
         run = make_run(9.0, ttft=lambda _: 0.1)
-        run = replace(run, seen=tuple([replace(one, num_there=num_there) for one in run.seen]))
+        seen = tuple([replace(one, num_there=num_there) for one in run.seen])
+        run = replace(run, seen=seen, promise=GAPS_ALONE)
         told = summarize(Outcome({}, SOURCE, None, 12.0, [run], 1.0), Options(targets=TARGETS))["remarks"]
         return [remark for remark in told if "too few to tell whether ever more" in remark]
 

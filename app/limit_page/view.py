@@ -39,7 +39,7 @@ TICK_SECONDS: Final = 1.0
 RUNS: Final = ("curve", "tried", "capacity", "single_user")
 # Whoever looks on is brought news no more often.
 LEAST_SECONDS: Final = 0.25
-TARGET_TITLES: Final = dict(zip(TARGETS, ("First token", "Between tokens", "Whole answer"), strict=True))
+TARGET_TITLES: Final = dict(zip(TARGETS, ("First token", "Each gap", "Whole answer"), strict=True))
 NUMBERS: Final = (
     ("gap_cv", "Bursts: CV of the gaps", "only for bursts"),
     ("duration", limit.FIELDS["--duration"], f"{DEFAULT_SECONDS:g}"),

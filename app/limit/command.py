@@ -231,7 +231,7 @@ class Looking:
         Shorter requests are taken to be served as much more often as they are shorter.
         """
         options, runs = self._options, self._num_runs
-        left = options.duration - (self._gone_seconds()) - SINGLE_SHARE * options.duration
+        left = options.duration - self._gone_seconds() - SINGLE_SHARE * options.duration
         rate = FIRST_SHARE * capacity / first  # that a search begins with, for each unit of the factor
 
         def fitting(factor: float) -> int:

@@ -5,12 +5,13 @@ Told by /proc, so on Linux alone, and of a server whose processes may be looked 
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from app.config_schema import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +47,7 @@ class Taken:
 
 def look(host: str, port: int, proc: Path = PROC) -> Taken | None:
     """What was taken until now; `None` where the server is elsewhere, or cannot be looked at."""
-    if not _is_here(host):
+    if not is_loopback(host):
         return None
     try:
         ticks = [int(word) for word in (proc / "stat").read_text().split("\n", 1)[0].split()[1 : ALL + 1]]
@@ -64,13 +65,6 @@ def share_between(before: Taken | None, after: Taken | None) -> Share | None:
     every = after.every - before.every
     others = (after.busy - before.busy) - (after.known - before.known)
     return Share(min(1.0, max(0, others) / every), max(0, after.stolen - before.stolen) / every)
-
-
-def _is_here(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _sockets(port: int, proc: Path) -> set[str]:

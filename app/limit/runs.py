@@ -229,14 +229,12 @@ class Run:
         """Whether a first token or a whole answer is promised so soon, to each class, that a growing wait breaks it.
 
         Then it is left to that to tell whether more requests come than can be answered: on a real machine, whose speed
-        wavers, there are ever more for as long as a short run takes at four fifths of what it can serve.
+        wavers, there are ever more for as long as a short run takes at three quarters of what it can serve.
         """
         dues = [seen.due for seen in self.seen]
         most = MAX_WAIT_SHARE * (max(dues, default=0.0) - min(dues, default=0.0))
-        return all(
-            min(one.ttft_p95_seconds or math.inf, one.e2e_p95_seconds or math.inf) <= most
-            for one in self.promise.targets
-        )
+        waits = [[seconds for name, seconds in given(one).items() if name != "itl"] for one in self.promise.targets]
+        return all([min(promised, default=math.inf) <= most for promised in waits])
 
     def _piling(self) -> float:
         if self.is_wait_promised:

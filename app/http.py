@@ -46,9 +46,10 @@ from app.render.templates import make_environment
 from app.request_id import HEADER, choose_request_id
 from app.request_pages import requests_blueprint, table_blueprint
 from app.room import Room, no_room
-from app.security import PROBES, Area, Gate, area_of, is_cross_site, refuse_cross_site
+from app.security import Area, Gate, area_of, is_cross_site, refuse_cross_site
 from app.services import Services
 from app.static_files import static_blueprint
+from app.unread import Unread
 from engine.errors import BusyError, RelevoError
 from engine.timeline import DEFAULT_WINDOW
 
@@ -108,6 +109,7 @@ class Context:
         searches: looks for the limit of this server when an operator wants it.
         deadlines: ends answers whose time is over.
         room: for how many connections there is room.
+        unread: answers that wait for their readers.
         live: the only way to change the settings that move.
         effects: what came of such changes.
         services: what runs beside the server.
@@ -132,6 +134,7 @@ class Context:
     searches: LimitSearches
     deadlines: DeadlineWatch = field(default_factory=DeadlineWatch)
     room: Room = field(default_factory=Room.of_process)
+    unread: Unread = field(default_factory=Unread)
     services: Services = field(default_factory=Services)
     started_at: int = field(default_factory=lambda: int(time.time()))
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -199,9 +202,8 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
         if not cors.allows(request):
             refuse_cross_site(request)
         area = area_of(rule.rule)
-        if request.scope.get(CROWDED) and not _may_enter_crowd(gate, area):
-            if area is Area.API:
-                context.engine.count_refusal(BusyError.code)
+        if request.scope.get(CROWDED) and area is Area.API:
+            context.engine.count_refusal(BusyError.code)
             raise no_room()
         try:
             g.who = gate.judge(request, area, may_use_cookie=not is_cross_site(request))
@@ -226,20 +228,6 @@ def _install_checks(app: QuartTrio, context: Context, gate: Gate) -> None:
         if g.get("metered"):
             response.headers.update(context.limits.headers(g.who, trio.current_time()))
         return response
-
-
-def _may_enter_crowd(gate: Gate, area: Area) -> bool:
-    """Whether a request may be answered in one of the last places: a probe, or somebody who is known as an operator."""
-    rule = request.url_rule
-    if area is Area.OPERATOR or (rule is not None and rule.rule in PROBES):
-        return True  # who is no operator hears that next
-    if area is Area.API:
-        return False
-    try:
-        gate.judge(request, Area.OPERATOR, may_use_cookie=not is_cross_site(request))
-    except ApiError:
-        return False
-    return True
 
 
 def _page_meant(app: QuartTrio) -> str | None:

@@ -134,6 +134,7 @@ class _ServerCollector(Collector):
         self._journal = context.journal
         self._services = context.services
         self._room = context.room
+        self._unread = context.unread
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
@@ -159,6 +160,10 @@ class _ServerCollector(Collector):
         for why, number in self._room.num_closed.items():
             closed.add_metric([why], number)
         yield closed
+        text = "Bytes of answers that wait for their clients to read them."
+        yield GaugeMetricFamily("relevo:unread_bytes", text, value=self._unread.num_bytes)
+        text = "Answers whose clients did not read them while too many bytes waited, and that were given up."
+        yield CounterMetricFamily("relevo:unread_answers_given_up", text, value=self._unread.num_given_up)
         text = "Times that the history could not be written or was found damaged."
         yield CounterMetricFamily("relevo:history_write_failures", text, value=self._journal.num_failures)
         text = "Seconds of the history that were lost because they could not be written for too long."

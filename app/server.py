@@ -165,7 +165,9 @@ async def run_http(
     except OSError as error:
         raise cannot_listen(error, *listener.getsockname()[:2]) from None
     use_connections()
-    config = hypercorn_config(listener, context.room, stall_seconds=2 * context.settings.server.slow_client_seconds)
+    config = hypercorn_config(listener, ConnectionConfig(context.room, context.unread))
+    # Longer than a slow reader may keep its seat, so that the seat is what it loses first.
+    config.stall_seconds = 2 * context.settings.server.slow_client_seconds
     async with trio.open_nursery() as nursery:
         nursery.start_soon(cut_what_is_left, context.lifecycle, config)
         await serve_asgi(app, config, shutdown_trigger=context.lifecycle.stopped.wait, task_status=task_status)
@@ -192,15 +194,8 @@ def tell_if_narrow(room: Room, engine: Engine) -> None:
         log.warning(words, room.most, limits.max_num_seqs, limits.max_waiting)
 
 
-def hypercorn_config(listener: socket.socket, room: Room, *, stall_seconds: float) -> ConnectionConfig:
-    """Hypercorn's settings. The socket is handed over: hypercorn owns a duplicate of it.
-
-    Args:
-        room: for how many connections there is room.
-        stall_seconds: longer than a slow reader may keep its seat, so that the seat is what it loses first.
-    """
-    config = ConnectionConfig(room)
-    config.stall_seconds = stall_seconds
+def hypercorn_config(listener: socket.socket, config: ConnectionConfig) -> ConnectionConfig:
+    """Hypercorn's settings. The socket is handed over: hypercorn owns a duplicate of it."""
     config.bind = [f"fd://{socket.dup(listener.fileno())}"]
     config.backlog = BACKLOG
     config.graceful_timeout = GRACEFUL_SECONDS

@@ -19,13 +19,16 @@ class Unread:
     Each that waits is known by the function that has it given up, which must not wait itself nor raise.
 
     Attributes:
+        max_bytes: how much may wait.
         num_bytes: all that waits.
+        num_given_up: answers that were, since the start.
     """
 
     def __init__(self, max_bytes: int = MAX_UNREAD_BYTES) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._waiting: OrderedDict[GiveUp, int] = OrderedDict()
         self.num_bytes = 0
+        self.num_given_up = 0
 
     def note(self, give_up: GiveUp, num_bytes: int, *, has_taken: bool = False) -> None:
         """So much waits for a reader now.
@@ -42,15 +45,16 @@ class Unread:
         elif before:
             del self._waiting[give_up]
         # Who is given up tells that it has nothing any more, and makes no room in the middle of it.
-        if num_bytes > before and self.num_bytes > self._max_bytes:
+        if num_bytes > before and self.num_bytes > self.max_bytes:
             self._make_room(give_up)
 
     def _make_room(self, newcomer: GiveUp) -> None:
         """Also for what those who go will be told, which is sent at once and yet counts for a moment."""
-        most = self._max_bytes - self._max_bytes // SPARE_PARTS
+        most = self.max_bytes - self.max_bytes // SPARE_PARTS
         for give_up in list(self._waiting):
             if self.num_bytes <= most:
                 return
             if give_up != newcomer:
                 self.num_bytes -= self._waiting.pop(give_up, 0)
+                self.num_given_up += 1
                 give_up()

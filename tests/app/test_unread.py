@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 
 from app.http2 import CALL_BYTES, SLOW_SECONDS, Unsent
 from app.unread import SPARE_PARTS, Unread
+from tests.app.serving import open_server
+from tests.app.test_metrics import scrape
+from tests.app.test_protocols import request
 from tests.app.test_stalled_readers import REQUEST, App, Http2Client, open_connection
+from tests.app.wire import connect, wait_for
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -42,8 +46,10 @@ def test_there_is_never_more_and_who_waits_longest_goes(most: int, moves: list[t
                     del waiting[other]
                     expected[other] += 1
         given_up.clear()
+        before = unread.num_given_up
         unread.note(functions[who], num_bytes, has_taken=has_taken)
         assert given_up == expected
+        assert unread.num_given_up - before == given_up.total()
         assert unread.num_bytes == sum(waiting.values())
         assert unread.num_bytes <= most or len(waiting) == 1, "who came last keeps it"
 
@@ -135,3 +141,20 @@ async def test_on_http1_the_connection_that_waits_longest_is_closed(autojump_clo
         for _, client in pairs:
             await client.aclose()
     assert unread.num_bytes == 0
+
+
+async def test_operators_see_what_waits_and_what_was_given_up() -> None:
+    async with open_server() as server, await connect(server.port, buffer_bytes=4096) as stream:
+        unread = server.context.unread
+        _, samples = await scrape(server)
+        assert samples["relevo:unread_answers_given_up_total", frozenset()] == 0
+        await stream.send_all(200 * request("/openapi.json"))
+        await wait_for(lambda: unread.num_bytes > 0)
+        unread.max_bytes = 1
+        while unread.num_given_up == 0:  # by what the next answer has to send, or the one after
+            _, samples = await scrape(server)
+            assert samples["relevo:unread_answers_given_up_total", frozenset()] == 0
+        unread.max_bytes = 1 << 20
+        _, samples = await scrape(server)
+        assert samples["relevo:unread_answers_given_up_total", frozenset()] == 1
+        assert samples["relevo:unread_bytes", frozenset()] == 0

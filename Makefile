@@ -1,5 +1,6 @@
 # make serve | test | lint | format. Everything is installed into .venv; delete that folder to start afresh.
 # Two files of tests run at a time; make test ARGS="-n 0 tests/engine" runs some of them in one process.
+# What takes ten seconds and more is left to make test ARGS="-m long", or to ARGS that name it.
 SHELL := /bin/sh
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -12,7 +13,7 @@ serve: $(VENV)/.installed
 	@$(BIN)/relevo serve $(ARGS)
 
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(or $(ARGS),-m "not long")
 
 lint: $(VENV)/.installed-test
 	@$(BIN)/ruff check .

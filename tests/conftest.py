@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = "-1"
 gc.disable()  # what collecting the tests brings in stays
 let_threads_sleep()
-# A script's background job ignores the key for interrupting, and so would every program that the tests start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A script's background job ignores the key for interrupting, one under nohup the end of its terminal as well; and so
+# would every program that the tests start.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("relevo", deadline=None)

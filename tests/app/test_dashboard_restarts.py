@@ -42,6 +42,7 @@ def back_and_moving(page: Page) -> None:
     until(page, f"document.querySelector('.state')?.innerText !== {before!r}", 10)
 
 
+@pytest.mark.long
 def test_it_comes_back_within_ten_seconds_with_one_stream(page: Page) -> None:
     streams: list[Request] = []
     ended: list[Request] = []

@@ -113,7 +113,7 @@ async def test_what_would_be_huge_is_refused_before_it_costs_anything(fields: di
         assert server.engine.num_open == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     """Over a socket, from a process of its own, every route of the document: no 5xx, no shape but those promised."""
     program = shutil.which("st", path=str(Path(sys.executable).parent))

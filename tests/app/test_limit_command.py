@@ -357,7 +357,7 @@ def test_the_server_that_is_started_answers_and_is_gone_afterwards(tmp_path: Pat
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_search_over_real_sockets(tmp_path: Path) -> None:
     """The server over the fake engine, 20 ms a step and 4 seats, with all that the command does."""
     fake = json.dumps({"step_seconds": 0.02, "max_model_len": 2048, "num_blocks": 4096})

@@ -355,7 +355,7 @@ def test_a_terminal_that_closes_leaves_the_files_and_its_code(tmp_path: Path) ->
     assert "interrupted (SIGHUP): this is what was measured by then." in html_path.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_live_tuning_that_is_ended_puts_the_settings_back_and_tells_what_it_tried(
     served: str,  # noqa: F811
     tmp_path: Path,

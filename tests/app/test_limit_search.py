@@ -225,7 +225,7 @@ def simulated(num_counted: int) -> SimulatedMeasure:
     return SimulatedMeasure(machine, EngineConfig(), source, num_counted)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_below_the_limit_fresh_runs_hold_and_above_it_they_do_not() -> None:
     """Against the real scheduler in virtual time; what is true is found by trying every rate with many seeds."""
     measure = simulated(600)

@@ -146,7 +146,7 @@ def looking(url: str, **options: Any) -> tuple[Looking, Options]:
     return Looking(find_endpoint(url, "chat"), make_source(asked), asked, lambda *_: None), asked
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("num_runs", [0, 1])
 def test_a_server_that_dies_in_the_middle_ends_the_search_and_that_run_is_none(num_runs: int) -> None:
     """Its errors say nothing of the rate."""

@@ -386,7 +386,7 @@ def simulated(num_counted: int, **config: Any) -> SimulatedMeasure:
     return SimulatedMeasure(machine, EngineConfig(**settings), source, num_counted)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_found_is_what_trying_every_combination_finds() -> None:
     """Against the real scheduler in virtual time.
 

@@ -647,7 +647,7 @@ def served(process: str) -> Iterator[str]:
     assert httpx.patch(f"{process}/admin/config", json={"restore": "start"}).json()["reverts"] == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_tuning_over_real_sockets(served: str, tmp_path: Path) -> None:
     """Two seats are too few, and more cost nothing here."""
     path = tmp_path / "limit.json"

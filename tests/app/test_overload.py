@@ -11,7 +11,7 @@ import pytest
 from tests.bench import overload
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_too_much_load_is_refused_at_once_and_the_rest_is_served() -> None:
     """Figures on a machine that does other things too are no promise; what must be is that all are answered."""
     fake = {"step_seconds": 0.01, "port": 0, "limits": {"slo_admission": True, "max_waiting": 500}}

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_SERVERS = 50
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_50_servers_that_are_told_to_end_at_a_random_moment() -> None:
     command = [sys.executable, "-m", "tests.app.signalled", str(NUM_SERVERS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)

@@ -135,7 +135,7 @@ def _tests_objects_apart() -> None:
     gc.freeze()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_tests_objects_apart")
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 async def test_everything_at_once_leaves_nothing(

@@ -148,6 +148,7 @@ def test_the_slider_and_the_buttons_go_through_the_past(page: Page, busy: str) -
     assert page.locator(".steps rect.c-none").count() == 0
 
 
+@pytest.mark.long
 def test_standing_still_is_for_the_picture_alone(page: Page) -> None:
     with server(step_seconds=0.02) as (url, _), asking(url, max_tokens=400):
         page.goto(f"{url}/ops")

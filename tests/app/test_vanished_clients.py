@@ -103,7 +103,7 @@ def open_far_side() -> Iterator[FarSide]:
         far_side.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_who_vanishes_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """While something is sent to them (streams that decode) and while nothing is (the others, and whole answers)."""
     monkeypatch.setattr(listening, "KEEPALIVE_IDLE_SECONDS", IDLE_SECONDS)

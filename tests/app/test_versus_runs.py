@@ -225,7 +225,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_stalls_or_dies_amid_a_run_is_named_and_the_rest_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

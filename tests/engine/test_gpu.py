@@ -262,7 +262,7 @@ def test_a_cache_of_eight_bit_floats_is_for_gpus_that_make_them(tmp_path: Path, 
         load_model(replace(fp8, device="auto"), FakeGpus(why="torch finds no GPU"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_triton
 def test_an_engine_over_the_kernels_answers_as_one_over_torch() -> None:
     assert run_interpreted("tests.engine.interpreted_gpu").splitlines() == [

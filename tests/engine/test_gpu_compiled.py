@@ -9,7 +9,7 @@ import pytest
 from tests.alone import needs_triton, run_alone
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_triton
 def test_all_that_requests_can_ask_for_is_compiled_when_the_server_is_ready() -> None:
     run = run_alone("tests.engine.compiled_gpu")

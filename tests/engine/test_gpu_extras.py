@@ -75,6 +75,6 @@ def test_rows_that_stand_for_nothing_ask_for_nothing() -> None:
     assert StepExtras(columns, own, extras, list), "the first token may not be the last"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_log_probabilities_are_those_that_the_processor_tells_whatever_else_rows_ask_for() -> None:
     assert run_interpreted("tests.engine.interpreted_extras") == "35 log-probabilities agree\n"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_triton
 def test_logits_are_those_of_the_dequantized_weights_but_for_rounding(tmp_path: Path) -> None:
     told = run_interpreted("tests.engine.interpreted_quantized", str(tmp_path))

@@ -227,7 +227,7 @@ def test_figures_take_the_place_of_those_before_them(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["kernels.json"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no wheel here")
 def test_the_way_to_the_figures_of_a_gpu_can_be_rehearsed(tmp_path: Path) -> None:
     target, parts = tmp_path / "gpu.json", ("kernels", "steps")

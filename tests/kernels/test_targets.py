@@ -65,7 +65,7 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
         return dict(zip(TARGETS, pool.map(rows, TARGETS), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_and_none_spills(target: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
     rows = compiled[target]
@@ -77,7 +77,7 @@ def test_every_kernel_compiles_and_none_spills(target: str, compiled: dict[str, 
     assert all(row["wide_loads"] for row in reading), "keys, values or weights come in small pieces"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("target", OTHERS)
 def test_what_has_less_shared_memory_has_enough_of_it(target: str) -> None:
     made = run("kernels.gpu.targets", "--target", target, *OTHERS[target], "--json")

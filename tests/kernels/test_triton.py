@@ -9,7 +9,7 @@ import pytest
 from tests.alone import needs_triton, run_interpreted
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_triton
 def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
     told = run_interpreted("tests.kernels.interpreted")

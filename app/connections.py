@@ -52,11 +52,13 @@ class ConnectionConfig(Config):
 
     stall_seconds: float = 60.0
 
-    def __init__(self, room: Room | None = None, unread: Unread | None = None) -> None:
+    def __init__(
+        self, room: Room | None = None, unread: Unread | None = None, turnstile: Turnstile | None = None
+    ) -> None:
         super().__init__()
         self.connections: set[Connection] = set()
         self.room = Room() if room is None else room
-        self.turnstile = Turnstile()
+        self.turnstile = Turnstile() if turnstile is None else turnstile
         self.unread = Unread() if unread is None else unread
 
 

@@ -30,6 +30,7 @@ from app.logs import FIELDS
 from app.recording.recorder import TrafficRecorder
 from app.services import keep_notices, watch_stalls, watching_loop
 from app.telemetry import Telemetry
+from app.turnstile import Turnstile
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -165,7 +166,8 @@ async def run_http(
     except OSError as error:
         raise cannot_listen(error, *listener.getsockname()[:2]) from None
     use_connections()
-    config = hypercorn_config(listener, ConnectionConfig(context.room, context.unread))
+    turnstile = Turnstile(lambda: context.engine.num_open > 0)
+    config = hypercorn_config(listener, ConnectionConfig(context.room, context.unread, turnstile))
     # Longer than a slow reader may keep its seat, so that the seat is what it loses first.
     config.stall_seconds = 2 * context.settings.server.slow_client_seconds
     async with trio.open_nursery() as nursery:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import AsyncExitStack
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import h2.connection
@@ -14,9 +16,9 @@ import trio
 from app import http1, http2
 from app import server as app_server
 from app.http import create_app
-from app.turnstile import Turnstile
-from tests.app.serving import open_server
-from tests.app.wire import open_http2, wait_for
+from app.turnstile import TOKEN_ROUNDS, Turnstile
+from tests.app.serving import chat_body, open_server
+from tests.app.wire import Http1Client, connect, open_http2, wait_for
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -42,8 +44,10 @@ async def rounds() -> AsyncIterator[Rounds]:
     trio.lowlevel.remove_instrument(counter)
 
 
-async def test_one_passes_in_a_round_and_in_order(rounds: Rounds) -> None:
-    turnstile = Turnstile()
+@pytest.mark.parametrize("is_answering", [False, True])
+async def test_one_passes_in_a_round_and_in_order(is_answering: bool, rounds: Rounds) -> None:
+    """While there are answers a token of theirs goes all its way between two of them."""
+    turnstile = Turnstile(lambda: is_answering)
     passed: list[tuple[int, int]] = []
 
     async def pass_through(number: int) -> None:
@@ -55,7 +59,9 @@ async def test_one_passes_in_a_round_and_in_order(rounds: Rounds) -> None:
             nursery.start_soon(pass_through, number)
             await trio.lowlevel.checkpoint()  # trio begins the tasks of one round in any order
     assert [number for _, number in passed] == [*range(20)]
-    assert len({round_ for round_, _ in passed}) == 20
+    apart = TOKEN_ROUNDS if is_answering else 1
+    assert all(later - earlier >= apart for (earlier, _), (later, _) in pairwise(passed))
+    assert passed[-1][0] - passed[0][0] <= 19 * apart + 1, "and no longer than that"
 
 
 CRUMBS = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + 30 * b"1\r\na\r\n"
@@ -118,8 +124,9 @@ async def test_who_gives_up_lets_the_next_pass() -> None:
     assert sorted(passed) == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("num_answers", [0, 1])
 async def test_of_many_requests_that_come_at_once_one_begins_in_a_round(
-    rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+    num_answers: int, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[int] = []
 
@@ -134,7 +141,12 @@ async def test_of_many_requests_that_come_at_once_one_begins_in_a_round(
         return note
 
     monkeypatch.setattr(app_server, "create_app", create)
-    async with open_server() as server:
+    async with open_server(step_seconds=0.05) as server, AsyncExitStack() as stack:
+        for _ in range(num_answers):
+            client = Http1Client(await stack.enter_async_context(await connect(server.port)))
+            await client.ask(chat_body(max_tokens=400, stream=True), {})
+            await client.read_until(rb"data: ")
+        begun.clear()
         streams = [await trio.open_tcp_stream("127.0.0.1", server.port) for _ in range(40)]
         await trio.sleep(0.1)  # all of them are waited for
         for stream in streams:
@@ -143,4 +155,6 @@ async def test_of_many_requests_that_come_at_once_one_begins_in_a_round(
             for stream in streams:
                 assert b" 200 " in await stream.receive_some(65536)
                 await stream.aclose()
-    assert len(begun) == len(set(begun)) == 40
+    assert len(begun) == 40
+    apart = TOKEN_ROUNDS if num_answers else 1
+    assert all(later - earlier >= apart for earlier, later in pairwise(begun))

@@ -181,6 +181,7 @@ def compare_simulated(
         config=config,
         simulated=True,
         seconds=compared.seconds,
+        caveat=machine.caveat,
     )
     return summarize(runs, workload, options, setting), compared
 

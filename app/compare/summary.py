@@ -35,6 +35,7 @@ class Setting:
         model, dtype: what computed.
         context_length: in tokens; `num_blocks` of KV memory of `config.block_size` tokens each.
         seconds: the whole comparison took, warm-up included.
+        caveat: what the figures leave out, where they do.
     """
 
     machine: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Setting:
     config: EngineConfig
     simulated: bool
     seconds: float
+    caveat: str = ""
 
 
 def summarize(runs: Sequence[Run], workload: Workload, options: Options, setting: Setting) -> dict[str, Any]:
@@ -77,7 +79,8 @@ def summarize(runs: Sequence[Run], workload: Workload, options: Options, setting
         "price_per_hour": options.price_per_hour,
         "command": _command(workload, options, config, rounds=len(by_policy["continuous"])),
     }
-    return result | {"remarks": _remarks(result, by_policy)}
+    caveats = [setting.caveat] if setting.caveat else []
+    return result | {"remarks": caveats + _remarks(result, by_policy)}
 
 
 def _command(workload: Workload, options: Options, config: EngineConfig, *, rounds: int) -> str:

@@ -121,6 +121,9 @@ def test_a_simulation_writes_figures_and_page(run: Any, tmp_path: Path, rate: tu
     assert result["policies"]["continuous"]["samples"] == 200
     assert result["ratio"]["continuous_over_static"]["median"] > (1 if not rate else 0.99)
     assert "continuous over static" in out
+    caveat = "Of the described machine attention's arithmetic and the server's own time are not counted"
+    assert caveat in out
+    assert caveat.replace("'", "&#39;") in page.read_text()
     assert page.read_text().count('<svg class="steps"') == 3
     # The line to repeat it gives the same figures.
     again = tmp_path / "again.json"

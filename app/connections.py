@@ -21,7 +21,7 @@ from app.api.errors import describe
 from app.call_scope import CROWDED, UPLOAD, WRITE_NOW
 from app.http1 import Http1, Over
 from app.http2 import Http2
-from app.room import Room, no_room
+from app.room import CROWDED_SECONDS, Room, no_room
 from app.turnstile import Turnstile
 from app.unread import Unread
 
@@ -34,8 +34,6 @@ log = logging.getLogger("relevo.http")
 MAX_PIECE_BYTES: Final = 1 << 16
 # For a client that is still sending when the last answer was sent, to read it.
 FAREWELL_SECONDS: Final = 3.0
-# Of one of the last places: the next who comes may be a probe.
-CROWDED_STALL_SECONDS: Final = 3.0
 
 
 class ConnectionConfig(Config):
@@ -110,7 +108,7 @@ class Connection(TCPServer):
     def stall_seconds(self) -> float:
         """How long its client may let a piece of an answer wait."""
         most = self.config.stall_seconds
-        return min(most, CROWDED_STALL_SECONDS) if self.config.room.is_crowded(self) else most
+        return min(most, CROWDED_SECONDS) if self.config.room.is_crowded(self) else most
 
     def write_now(self, data: bytes) -> bool:
         """Send a chunk of the body of an answer that has begun, is chunked and has not ended. Never waits.

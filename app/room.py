@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("relevo.http")
 
 # Of the files that are not open yet: for what is no connection (history, keys, recordings, processes of our own), and
-# for probes and operators where all others are taken.
+# for all but the API where all others are taken.
 MOST_KEPT_FOR_FILES: Final = 64
 MOST_SPARE: Final = 16
+# That somebody with one of the last places is waited for: the next who comes may be a probe.
+CROWDED_SECONDS: Final = 3.0
 RETRY_SECONDS: Final = 1
 TOLD_EVERY_SECONDS: Final = 3600.0
 _CLOSED: Final = "all are open: for each that comes the longest idle one is closed"
 _CROWDED: Final = "none of them is idle: but for probes and operators, who comes now is told that the server is busy"
-_FULL: Final = "none of those for probes and operators is idle either: who comes now is turned away unheard"
+_FULL: Final = "none of the last ones is idle either: who comes now is turned away unheard"
 
 
 class Room:
@@ -37,14 +39,15 @@ class Room:
     *The longest idle makes room.* A client may keep its connection for its next request, until somebody else needs the
     place. Who connects and says nothing is idle, too; not so who has said something that waits for its turn.
 
-    *Where none is idle* a few more are let in, which are *crowded*: probes and operators are answered there, and
-    anybody else is told that the server is busy. As soon as one of the others leaves, one of these has its place.
+    *Where none is idle* a few more are let in, which are *crowded*: probes are answered there, operators, the login and
+    files. Who wants the API or the chat is told that the server is busy. As soon as one of the others leaves, one of
+    these has its place.
 
     *Where those are taken, too,* and none of them is idle, who comes is turned away unheard.
 
     Args:
         most: connections that may be open.
-        spare: how many more may be, for probes and operators.
+        spare: how many more may be, for probes and operators above all.
 
     Attributes:
         num_closed: connections that were, by why: `idle`, or `full` for those turned away unheard.

@@ -22,8 +22,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = "-1"
 gc.disable()  # what collecting the tests brings in stays
 let_threads_sleep()
 # A script's background job ignores the key for interrupting, one under nohup the end of its terminal as well; and so
-# would every program that the tests start.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+# would every program that the tests start. A handler is no more than the default there.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 

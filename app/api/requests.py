@@ -11,8 +11,9 @@ from quart import current_app, request
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
 
 from app.api.schemas import parse_json_object
-from app.call_scope import UPLOAD
+from app.call_scope import CROWDED, UPLOAD
 from app.errors import ApiError
+from app.room import CROWDED_SECONDS
 from engine.errors import BusyError
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class Bodies:
         try:
             if (request.content_length or 0) > max_bytes:
                 raise RequestEntityTooLarge  # before it is asked for
-            with trio.move_on_after(BODY_TIMEOUT_SECONDS) as scope:
+            seconds = CROWDED_SECONDS if request.scope.get(CROWDED) else BODY_TIMEOUT_SECONDS
+            with trio.move_on_after(seconds) as scope:
                 await _ask_for_body()
                 async for piece in request.body:
                     if len(data) + len(piece) > max_bytes:

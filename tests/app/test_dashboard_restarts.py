@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import httpx
+import pytest
 
 from tests.fixtures_browser import IN_A_BROWSER, server, until
 from tests.patience import PATIENCE_SECONDS

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app import room as room_module
+from app.api import requests as requests_module
 from app.open_files import raise_open_files
 from app.room import Room
 from app.turnstile import Turnstile
@@ -121,6 +122,16 @@ async def test_where_none_is_idle_probes_and_operators_are_answered(
             status, head = await ask(prober, path, headers)
             assert (path, status, b"connection: close" in head) == (path, expected, True)
             await prober.read_to_end()
+        # Who is no operator yet can become one, but is not waited for as long as elsewhere.
+        monkeypatch.setattr(requests_module, "CROWDED_SECONDS", 0.05)
+        for fields, expected in ((b"token=operator", 303), (b"token=nobody", 401), (b"token=op", 408)):
+            enters = Http1Client(await come())
+            form = b"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: %d" % max(12, len(fields))
+            await enters.stream.send_all(b"POST /login HTTP/1.1\r\nHost: a\r\n%b\r\n\r\n%b" % (form, fields))
+            await enters.read_until(rb"\r\n\r\n")
+            assert enters.received.startswith(b"HTTP/1.1 %d " % expected)
+            assert (b"relevo_admin=" in enters.received) == (expected == 303)
+            await enters.read_to_end()
         # Who asked for an answer was refused one.
         assert server.engine.snapshot()["requests"]["rejected_by_reason"]["busy"] == 6
         # Where that place is taken for long, nobody is heard.
@@ -130,7 +141,10 @@ async def test_where_none_is_idle_probes_and_operators_are_answered(
         await turned_away.read_until(rb"\}\}")
         assert json.loads(turned_away.received.partition(b"\r\n\r\n")[2])["error"]["code"] == "busy"
         await turned_away.read_to_end()
-        assert server.context.room.num_closed == {"idle": 1, "full": 1}
+        assert server.context.room.num_closed == {
+            "idle": 2,
+            "full": 1,
+        }  # over HTTP/2, and who still owes the rest of the form
         assert server.context.room.num_open == NUM_USUAL + NUM_SPARE
         # None of those that are served has noticed, and with the first that leaves there is room.
         assert server.engine.num_open == NUM_USUAL

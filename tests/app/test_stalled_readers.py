@@ -15,13 +15,12 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
 from app.connections import (
-    CROWDED_STALL_SECONDS,
     MAX_PIECE_BYTES,
     Connection,
     ConnectionConfig,
     use_connections,
 )
-from app.room import Room
+from app.room import CROWDED_SECONDS, Room
 from app.server import IDLE_SECONDS
 from tests.app.wire import open_http2
 
@@ -173,9 +172,9 @@ async def test_who_has_one_of_the_last_places_is_waited_for_less_long(autojump_c
         await client.flush()
         while not any(isinstance(event, h2.events.StreamReset) for event in await client.receive()):
             pass
-        assert trio.current_time() == pytest.approx(CROWDED_STALL_SECONDS)
+        assert trio.current_time() == pytest.approx(CROWDED_SECONDS)
         await pipe.aclose()
-    assert app.ended_at == pytest.approx(CROWDED_STALL_SECONDS)
+    assert app.ended_at == pytest.approx(CROWDED_SECONDS)
 
 
 async def test_on_http2_who_reads_slowly_gets_everything(autojump_clock: trio.testing.MockClock) -> None:

@@ -16,7 +16,7 @@ import trio
 from app import http1, http2
 from app import server as app_server
 from app.http import create_app
-from app.turnstile import TOKEN_ROUNDS, Turnstile
+from app.turnstile import CROWD, TOKEN_ROUNDS, Turnstile
 from tests.app.serving import chat_body, open_server
 from tests.app.wire import Http1Client, connect, open_http2, wait_for
 from tests.patience import PATIENCE_SECONDS
@@ -44,10 +44,10 @@ async def rounds() -> AsyncIterator[Rounds]:
     trio.lowlevel.remove_instrument(counter)
 
 
-@pytest.mark.parametrize("is_answering", [False, True])
-async def test_one_passes_in_a_round_and_in_order(is_answering: bool, rounds: Rounds) -> None:
-    """While there are answers a token of theirs goes all its way between two of them."""
-    turnstile = Turnstile(lambda: is_answering)
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_one_passes_in_a_round_and_in_order(is_busy: bool, rounds: Rounds) -> None:
+    """While there are requests a token of theirs goes all its way between two of them."""
+    turnstile = Turnstile(lambda: is_busy)
     passed: list[tuple[int, int]] = []
 
     async def pass_through(number: int) -> None:
@@ -59,7 +59,7 @@ async def test_one_passes_in_a_round_and_in_order(is_answering: bool, rounds: Ro
             nursery.start_soon(pass_through, number)
             await trio.lowlevel.checkpoint()  # trio begins the tasks of one round in any order
     assert [number for _, number in passed] == [*range(20)]
-    apart = TOKEN_ROUNDS if is_answering else 1
+    apart = TOKEN_ROUNDS if is_busy else 1
     assert all(later - earlier >= apart for (earlier, _), (later, _) in pairwise(passed))
     assert passed[-1][0] - passed[0][0] <= 19 * apart + 1, "and no longer than that"
 
@@ -107,21 +107,46 @@ async def test_of_many_that_flood_one_has_a_piece_looked_at_in_a_round(
     assert max(Counter(looked_at).values()) <= 2
 
 
-async def test_who_gives_up_lets_the_next_pass() -> None:
-    turnstile = Turnstile()
+async def test_of_a_crowd_one_passes_in_each_round_even_then(rounds: Rounds) -> None:
+    turnstile = Turnstile(lambda: True)
+    passed: list[int] = []
+
+    async def pass_through() -> None:
+        await turnstile.turn()
+        passed.append(rounds.number)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(10 * CROWD):
+            nursery.start_soon(pass_through)
+    assert len(passed) == len(set(passed)) == 10 * CROWD
+    assert passed[-1] - passed[0] <= (10 + TOKEN_ROUNDS) * CROWD
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_who_gives_up_lets_the_next_pass(is_busy: bool) -> None:
+    """In line, or at its turn while that lasts."""
+    turnstile = Turnstile(lambda: is_busy)
+    scopes = [trio.CancelScope() for _ in range(10)]
     passed: list[int] = []
 
     async def pass_through(number: int) -> None:
-        with trio.CancelScope() as scope:
-            if number % 2:
-                scope.cancel()
+        with scopes[number]:
             await turnstile.turn()
             passed.append(number)
 
     async with trio.open_nursery() as nursery:
-        for number in range(10):
+        nursery.start_soon(pass_through, 0)
+        await trio.lowlevel.checkpoint()
+        for number in range(1, 10):
             nursery.start_soon(pass_through, number)
-    assert sorted(passed) == [0, 2, 4, 6, 8]
+            if number % 2:
+                scopes[number].cancel()
+        await trio.lowlevel.checkpoint()
+        scopes[0].cancel()
+    assert sorted(passed) == ([2, 4, 6, 8] if is_busy else [0, 2, 4, 6, 8])
+
+
+NUM_AT_ONCE = CROWD - 2  # each has two turns, of which it waits for one
 
 
 @pytest.mark.parametrize("num_answers", [0, 1])
@@ -147,7 +172,7 @@ async def test_of_many_requests_that_come_at_once_one_begins_in_a_round(
             await client.ask(chat_body(max_tokens=400, stream=True), {})
             await client.read_until(rb"data: ")
         begun.clear()
-        streams = [await trio.open_tcp_stream("127.0.0.1", server.port) for _ in range(40)]
+        streams = [await trio.open_tcp_stream("127.0.0.1", server.port) for _ in range(NUM_AT_ONCE)]
         await trio.sleep(0.1)  # all of them are waited for
         for stream in streams:
             os.write(stream.socket.fileno(), b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -155,6 +180,6 @@ async def test_of_many_requests_that_come_at_once_one_begins_in_a_round(
             for stream in streams:
                 assert b" 200 " in await stream.receive_some(65536)
                 await stream.aclose()
-    assert len(begun) == 40
+    assert len(begun) == NUM_AT_ONCE
     apart = TOKEN_ROUNDS if num_answers else 1
     assert all(later - earlier >= apart for earlier, later in pairwise(begun))

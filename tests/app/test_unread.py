@@ -19,6 +19,7 @@ from tests.app.test_metrics import scrape
 from tests.app.test_protocols import request
 from tests.app.test_stalled_readers import REQUEST, App, Http2Client, open_connection
 from tests.app.wire import connect, wait_for
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -151,9 +152,10 @@ async def test_operators_see_what_waits_and_what_was_given_up() -> None:
         await stream.send_all(200 * request("/openapi.json"))
         await wait_for(lambda: unread.num_bytes > 0)
         unread.max_bytes = 1
-        while unread.num_given_up == 0:  # by what the next answer has to send, or the one after
-            _, samples = await scrape(server)
-            assert samples["relevo:unread_answers_given_up_total", frozenset()] == 0
+        with trio.fail_after(PATIENCE_SECONDS):
+            while unread.num_given_up == 0:  # by what the next answer has to send, or the one after
+                _, samples = await scrape(server)
+                assert samples["relevo:unread_answers_given_up_total", frozenset()] == 0
         unread.max_bytes = 1 << 20
         _, samples = await scrape(server)
         assert samples["relevo:unread_answers_given_up_total", frozenset()] == 1

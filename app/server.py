@@ -65,7 +65,6 @@ async def serve_engine(
     make_searches: MakeSearches = LimitSearches,
 ) -> None:
     """Serve a running engine on a bound socket until a signal; the socket is closed at the end."""
-    tune_interpreter()
     lifecycle = Lifecycle()
     context = make_context(settings, engine, lifecycle, keys, journal, tracing, recorder, make_searches)
     tell_if_narrow(context.room, engine)
@@ -97,6 +96,7 @@ async def serve_engine(
 
         await nursery.start(lifecycle.watch_signals, drain)
         await nursery.start(partial(run_http, context, listener))
+        tune_interpreter()
         if settings.server.log_format == "human":
             sys.stderr.write(banner(engine, listener))
             sys.stderr.flush()

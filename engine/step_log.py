@@ -57,6 +57,7 @@ class StepRecord:
 
         `drafts`: `[seat, drafts, how many of them were right]`; they are among the row's tokens.
         `recomputed`: `[seat, tokens]`, as many of the row's tokens had been computed before.
+        All of these are tuples here, which the garbage collector does not look through: tens of thousands are kept.
         """
         batch = self.batch
         drafts = {row: len(draft) for row, draft in batch.drafts.items()}
@@ -67,15 +68,15 @@ class StepRecord:
             "budget": batch.token_budget,
             "generation": batch.generation,
             "rows": [
-                [seat, request_id, "decode" if decodes else "prefill", count + drafts.get(row, 0)]
+                (seat, request_id, "decode" if decodes else "prefill", count + drafts.get(row, 0))
                 for row, (seat, request_id, decodes, count) in enumerate(
                     zip(batch.seats, self.request_ids, batch.decodes, batch.counts, strict=True)
                 )
             ]
-            + [[seat, request_id, "idle", 0] for seat, request_id in self.idle if seat not in padded]
-            + [[seat, pad.request_id, "padding", pad.count] for seat, pad in padded.items()],
-            "drafts": [[batch.seats[row], n, len(self.accepted.get(row, ()))] for row, n in drafts.items()],
-            "recomputed": [[seat, count] for seat, count in self.recomputed.items()],
+            + [(seat, request_id, "idle", 0) for seat, request_id in self.idle if seat not in padded]
+            + [(seat, pad.request_id, "padding", pad.count) for seat, pad in padded.items()],
+            "drafts": [(batch.seats[row], n, len(self.accepted.get(row, ()))) for row, n in drafts.items()],
+            "recomputed": [*self.recomputed.items()],
             "preempted": list(self.preempted),
         }
 

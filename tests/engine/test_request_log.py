@@ -359,6 +359,6 @@ def test_what_was_told_before_the_step_came_back_is_told_anew() -> None:
     log = StepLog()
     batch = ScheduledBatch(1, (0,), (1,), (0,), (1,), (True,), (True,), drafts={0: (5, 6)})
     log.append(StepRecord(batch, ("a",), (), (), 0.0))
-    assert log.table(Limits(1, 1))["steps"][0]["drafts"] == [[0, 2, 0]]
+    assert log.table(Limits(1, 1))["steps"][0]["drafts"] == [(0, 2, 0)]
     log.note(StepOutput(1, (4,), accepted={0: (5,)}))
-    assert log.table(Limits(1, 1))["steps"][0]["drafts"] == [[0, 2, 1]]
+    assert log.table(Limits(1, 1))["steps"][0]["drafts"] == [(0, 2, 1)]

@@ -122,9 +122,9 @@ def test_the_first_steps_are_recorded() -> None:
     workload = workload_of((0.0, 40, 2), (0.0, 1, 3))
     result = play(workload, policy="static", num_recorded_steps=3, cost_model=ONE_SECOND, open_loop=False)
     assert [step.as_json()["rows"] for step in result.steps] == [
-        [[0, "r1", "prefill", 32], [1, "r2", "idle", 0]],
-        [[0, "r1", "idle", 0], [1, "r2", "padding", 32]],
-        [[0, "r1", "prefill", 8], [1, "r2", "prefill", 1]],
+        [(0, "r1", "prefill", 32), (1, "r2", "idle", 0)],
+        [(0, "r1", "idle", 0), (1, "r2", "padding", 32)],
+        [(0, "r1", "prefill", 8), (1, "r2", "prefill", 1)],
     ]
     assert [(step.batch.step, step.time) for step in result.steps] == [(1, 0.0), (2, 1.0), (3, 2.0)]
 

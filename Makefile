@@ -1,6 +1,6 @@
 # make serve | test | lint | format. Everything is installed into .venv; delete that folder to start afresh.
 # Two files of tests run at a time; make test ARGS="-n 0 tests/engine" runs some of them in one process.
-# Without ARGS what takes ten seconds and more a test is left out; make test ARGS="-m long" runs that.
+# Without ARGS what takes five seconds and more a test is left out; make test ARGS="-m long" runs that.
 SHELL := /bin/sh
 VENV  := .venv
 BIN   := $(VENV)/bin

@@ -35,7 +35,7 @@ def test_a_model_that_cannot_be_had_is_a_failure(
         fixtures_model.find_model(offline=offline)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("required", [True, False])
 @pytest.mark.parametrize(
     ("switch", "tests", "said"),

@@ -402,7 +402,7 @@ def interrupt(process: subprocess.Popen[str], output: Path, number: signal.Signa
     return err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_goes_on_after_a_signal(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     process = start()

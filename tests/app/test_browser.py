@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 pytestmark = IN_A_BROWSER
 
 
+@pytest.mark.long
 def test_the_dashboard_moves_and_shows_who_sits_where(page: Page, base: str, browser: Browser) -> None:
     chat = browser.new_context().new_page()
     chat.goto(base)
@@ -39,6 +40,7 @@ def test_the_dashboard_moves_and_shows_who_sits_where(page: Page, base: str, bro
     chat.context.close()
 
 
+@pytest.mark.long
 def test_the_dashboard_says_when_it_stands_still_and_comes_back(page: Page) -> None:
     with server(step_seconds=0.01) as (url, process):
         page.goto(f"{url}/ops")

@@ -513,6 +513,7 @@ def test_a_browser_that_keeps_nothing_still_chats(page: Page, base: str) -> None
 # ---- the seat -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ones_seat_is_shown_beside_the_others(page: Page, browser: Browser, base: str) -> None:
     other = browser.new_context().new_page()
     other.goto(base)
@@ -646,6 +647,7 @@ def test_shift_and_enter_break_the_line(page: Page, base: str) -> None:
     assert page.input_value("#message") == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_of_it_fits_from_360_to_1920_pixels(browser: Browser, base: str, scheme: Any) -> None:
     context = browser.new_context(color_scheme=scheme, reduced_motion="reduce", viewport={"width": 1920, "height": 900})

@@ -46,6 +46,7 @@ def openai_js(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
+@pytest.mark.long
 async def test_openai_js(openai_js: Path) -> None:
     script = openai_js / "with_openai.mjs"  # its imports are looked for beside it
     script.write_text((CLIENTS / script.name).read_text(encoding="utf-8"), encoding="utf-8")

@@ -186,7 +186,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("send", "after"), [(os.kill, 1.5), (os.killpg, 0.0)])
 def test_an_interruption_leaves_no_process_behind(send: Callable[[int, int], None], after: float) -> None:
     """Of this process alone, as `kill -INT` does it, or of its whole group, as a key on a terminal does."""

@@ -362,6 +362,7 @@ async def ask_200(server: Server) -> Counter[str]:
     return Counter({name: n for name, n in names.items() if name.startswith(KEPT) and name not in LOGGED})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_blocks", [256, 48])
 async def test_200_random_requests_end_right_and_leave_nothing(
     num_blocks: int, monkeypatch: pytest.MonkeyPatch

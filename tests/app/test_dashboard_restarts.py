@@ -64,6 +64,7 @@ def test_it_comes_back_within_ten_seconds_with_one_stream(page: Page) -> None:
     assert len(streams) >= 3
 
 
+@pytest.mark.long
 def test_dashboards_that_are_gone_leave_no_connection(page: Page) -> None:
     with server(step_seconds=0.01) as (url, _):
         alone = open_files(url)

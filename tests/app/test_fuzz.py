@@ -54,6 +54,7 @@ def body_of(path: str, sound: bool, fields: dict[str, Any]) -> dict[str, Any]:
     return (chat_body("hi", max_tokens=3) if path == CHAT else {"prompt": "hi", "max_tokens": 3}) | fields
 
 
+@pytest.mark.long
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.lists(bodies, min_size=10, max_size=40))
 async def test_nobody_else_notices(drawn: list[tuple[str, bool, dict[str, Any]]]) -> None:

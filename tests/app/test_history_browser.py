@@ -55,6 +55,7 @@ def drawn(page: Page, charts: int = CHARTS) -> None:
     until(page, f"document.querySelectorAll('.uplot canvas').length === {charts}")
 
 
+@pytest.mark.long
 def test_a_drag_zooms_all_charts_and_a_double_click_goes_back(page: Page, base: str) -> None:
     page.goto(f"{base}/ops/history?range=7200")
     drawn(page)

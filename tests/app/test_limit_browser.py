@@ -47,6 +47,7 @@ def wait_for_the_end(base: str) -> str:
     raise AssertionError("it does not end")
 
 
+@pytest.mark.long
 def test_a_search_is_begun_seen_growing_and_stopped_with_the_keyboard(page: Page, base: str, folder: Path) -> None:
     script = whole_script(think_time=20.0)
     script.insert(7, {"wait": str(folder / "go")})
@@ -97,6 +98,7 @@ def test_two_searches_are_compared_and_one_is_forgotten(page: Page, base: str, f
     until(page, f"document.querySelectorAll('.kept li').length === {number - 1}")
 
 
+@pytest.mark.long
 def test_it_fits_every_window_and_is_right_without_javascript(browser: Browser, base: str, folder: Path) -> None:
     write_script(folder / "script.jsonl", whole_script(think_time=20.0, price_per_hour=2.0))
     asked = wish(think_time=20.0, price_per_hour=2.0, note="long" * 40)

@@ -145,7 +145,7 @@ def looking(url: str, targets: SloTargets, **options: Any) -> tuple[Looking, Opt
     return Looking(find_endpoint(url, "chat"), make_source(asked), asked, lambda *_: None), asked
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_targets_that_one_user_alone_cannot_have_are_told_with_what_that_user_sees() -> None:
     with open_endpoint(first_seconds=0.2) as (url, _):
         look, asked = looking(url, SloTargets(0.1, None, None))
@@ -343,7 +343,7 @@ def test_an_interruption_ends_everything_that_was_started(number: signal.Signals
     assert (process.returncode, out, err) == (128 + number, "", "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_server_that_is_started_answers_and_is_gone_afterwards(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "tests.serve_command", str(tmp_path / "broken"))
     with open_own_server(["--max-num-seqs", "3"], command) as url:

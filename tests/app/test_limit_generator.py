@@ -193,7 +193,7 @@ def test_nobody_there_is_an_error_of_its_own_kind() -> None:
     assert told.answers[0].error.startswith("cannot connect: ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_ended_when_it_is_certain_to_be_lost(inside: list[Told]) -> None:
     with open_endpoint(first_seconds=0.5) as (url, _):
         run = measure(url, num=400, targets=SloTargets(0.1, None, None))(20.0, 0)

@@ -289,7 +289,7 @@ def test_a_server_that_fails_amid_tuning_ends_it_with_what_was_tried() -> None:
             assert done.best is done.present
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_search_over_http_keeps_its_runs() -> None:
     asked = Options(targets=SloTargets(1.0, None, None), factor=40.0, requests=10, duration=30.0, streams=4)
     with open_endpoint(first_seconds=0.02) as (url, _):

@@ -236,7 +236,7 @@ def test_below_the_limit_fresh_runs_hold_and_above_it_they_do_not() -> None:
     assert sum(not measure(1.1 * found.estimate, seed).holds for seed in fresh) >= 19
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_limit_that_is_found_is_the_one_that_trying_every_rate_finds() -> None:
     measure = simulated(400)
     found = limit_of(search(measure, 0.8 * measure.capacity(0), (0, 1, 2)))

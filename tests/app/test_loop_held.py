@@ -91,7 +91,7 @@ def read(url: str) -> bytes:
     return body
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_no_collection")
 async def test_no_page_holds_the_event_loop(tmp_path: Path) -> None:
     span = f"from={T0}&to={T0 + SECONDS}"

@@ -230,7 +230,7 @@ async def test_without_a_chat_template() -> None:
         await ask_both(server, COMPLETIONS, {"prompt": "hi", "max_tokens": 2})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_at_the_start_it_says_that_there_is_no_chat_template(tmp_path: Path) -> None:
     for said in (0, 1):
         path = tmp_path / f"model-{said}"

@@ -147,6 +147,7 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     made.running.end()
 
 
+@pytest.mark.long
 def test_a_broken_engine_ends_the_process_which_is_started_again_and_serves(supervisor: Supervisor) -> None:
     first = supervisor.running
     assert first.chat(max_tokens=3).status_code == 200
@@ -178,6 +179,7 @@ def test_who_is_asked_to_end_ends_with_0_and_is_not_started_again(supervisor: Su
     assert "finished" in first.messages(), "the last lines of the log are written"
 
 
+@pytest.mark.long
 def test_what_was_written_before_a_kill_is_there_after_it(supervisor: Supervisor, tmp_path: Path) -> None:
     first = supervisor.running
     for number in range(3):
@@ -244,6 +246,7 @@ def locked_file(_process: Process, folder: Path) -> Iterator[None]:
         connection.execute("ROLLBACK")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="Linux only")
 @pytest.mark.parametrize("sick", [full_disk, locked_file])
 def test_a_sick_disk_holds_nobody_up_is_told_and_written_to_later(tmp_path: Path, sick: Any) -> None:

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import httpx
+import pytest
 
 from tests.app.serving import CHAT, chat_body
 from tests.fixtures_browser import IN_A_BROWSER, until
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 pytestmark = IN_A_BROWSER
 
 
+@pytest.mark.long
 def test_a_recording_is_begun_followed_stopped_downloaded_and_deleted(page: Page, base: str) -> None:
     page.goto(f"{base}/admin/recordings")
     assert "Nothing is recorded now" in page.inner_text("#now")

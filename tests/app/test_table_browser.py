@@ -71,6 +71,7 @@ def cell_box(page: Page) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_pointing_tells_what_a_cell_is(page: Page, busy: str) -> None:
     page.goto(f"{busy}/ops")
     until(page, f"{NEWEST} > 400")
@@ -173,6 +174,7 @@ def test_standing_still_is_for_the_picture_alone(page: Page) -> None:
         assert page.evaluate("document.activeElement.id") == "picture"
 
 
+@pytest.mark.long
 def test_a_request_is_aborted_after_a_question(page: Page) -> None:
     with server(step_seconds=0.02) as (url, _), asking(url):
         page.goto(f"{url}/ops")
@@ -202,6 +204,7 @@ def test_a_request_is_aborted_after_a_question(page: Page) -> None:
         assert page.locator(".spans tbody tr").count() == 3
 
 
+@pytest.mark.long
 def test_a_timeline_goes_on_until_its_request_ends(page: Page) -> None:
     with server(step_seconds=0.02) as (url, _), asking(url, max_tokens=250):
         page.goto(f"{url}/ops")

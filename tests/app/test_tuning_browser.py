@@ -79,6 +79,7 @@ def fill(page: Page, key: str, text: str) -> None:
         field.fill(text)
 
 
+@pytest.mark.long
 def test_each_control_is_turned_and_all_go_back(admin: Page) -> None:
     """Some at a time."""
     start = expected = effective(admin)
@@ -150,6 +151,7 @@ def test_a_preview_is_asked_for_without_a_script(admin: Page) -> None:
     assert effective(admin)["max_waiting"] == 256
 
 
+@pytest.mark.long
 def test_the_script_shows_what_a_change_would_do_and_follows_what_others_do(page: Page) -> None:
     with server() as (url, _):
         page.goto(f"{url}/admin")

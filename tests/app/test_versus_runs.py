@@ -169,7 +169,7 @@ def fake_command() -> str:
     return f"{PYTHON} -m tests.serve_fake {shlex.quote(options)}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_run_goes_on_without_a_server_that_dies(
     fake_command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

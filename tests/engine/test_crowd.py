@@ -38,6 +38,7 @@ def small_pool_runner(checkpoint: Checkpoint) -> ModelRunner:
     return runner
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("token_budget", "policy", "admission", "part", "max_tokens"),
     [
@@ -83,6 +84,7 @@ def test_prompts_among_strangers(
         assert simulation.outputs[sequence_id] == output_ids
 
 
+@pytest.mark.long
 def test_hit_or_miss_the_answer_is_the_same(small_pool_runner: ModelRunner, reference: dict[str, Any]) -> None:
     simulation = Simulation(
         max_num_seqs=4,

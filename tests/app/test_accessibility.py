@@ -93,6 +93,7 @@ def test_axe_finds_no_serious_fault_in_a_comparison(view: Page, comparison: Path
     assert not faults(view)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [360, 1920])
 def test_axe_finds_no_serious_fault_in_a_report_of_the_limit(view: Page, report: Path, width: int) -> None:
     view.set_viewport_size({"width": width, "height": 900})

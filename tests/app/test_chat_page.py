@@ -550,6 +550,7 @@ def test_ones_seat_is_shown_beside_the_others(page: Page, browser: Browser, base
 # ---- ten at once ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ten_at_once_fill_side_by_side_over_one_stream(page: Page) -> None:
     with server(limits={"max_num_seqs": 12}, num_blocks=1024) as (url, _):
         page.goto(url)

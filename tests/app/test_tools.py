@@ -115,6 +115,7 @@ FULL = '<think>H</think>S <tool_call>{"name": "weather", "arguments": {"a": 1}}<
 LENGTHS = [*range(1, 41), *range(41, len(FULL), 7), len(FULL) + 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [None, ["weather"], ["</tool_call>\n"]])
 async def test_streamed_and_whole_agree_for_every_length(stop: Any) -> None:
     async with open_server(answer=lambda prompt: FULL.encode(), limits={"enable_prefix_caching": False}) as server:

@@ -26,6 +26,7 @@ def runner(checkpoint: Checkpoint) -> ModelRunner:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("chunks", "max_tokens"), [((512,), None), ((1, 3, 7, 29), 12)], ids=["whole prompts", "odd chunks"]
 )

@@ -101,6 +101,7 @@ PROMPTS = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=10, deadline=None)
 @given(
     prompts=PROMPTS,

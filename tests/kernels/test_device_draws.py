@@ -46,6 +46,7 @@ def test_tokens_come_as_often_as_their_probabilities_say(temperature: float) -> 
     assert ((found - expected) ** 2 / expected).sum() < 20.5
 
 
+@pytest.mark.long
 def test_an_unlikely_token_is_drawn_about_as_seldom_as_it_should_be() -> None:
     """What a noise of 24 bits would cut off: one of many tokens, each of which is a million times less likely."""
     logits = [np.log(1e6), *[0.0] * 20_000]

@@ -409,6 +409,7 @@ def test_a_compiled_library_is_used_again(library: Library, monkeypatch: pytest.
     assert load(kernels_dir()).instructions == library.instructions
 
 
+@pytest.mark.long
 def test_the_whole_of_it_runs_without_undefined_behaviour(library: Library, tmp_path: Path) -> None:
     """Products and attention in a library that checks its arithmetic."""
     program = tmp_path / "program.py"

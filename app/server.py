@@ -166,10 +166,7 @@ async def run_http(
     except OSError as error:
         raise cannot_listen(error, *listener.getsockname()[:2]) from None
     use_connections()
-    turnstile = Turnstile(lambda: context.engine.num_open > 0)
-    config = hypercorn_config(listener, ConnectionConfig(context.room, context.unread, turnstile))
-    # Longer than a slow reader may keep its seat, so that the seat is what it loses first.
-    config.stall_seconds = 2 * context.settings.server.slow_client_seconds
+    config = hypercorn_config(listener, context)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(cut_what_is_left, context.lifecycle, config)
         await serve_asgi(app, config, shutdown_trigger=context.lifecycle.stopped.wait, task_status=task_status)
@@ -196,8 +193,11 @@ def tell_if_narrow(room: Room, engine: Engine) -> None:
         log.warning(words, room.most, limits.max_num_seqs, limits.max_waiting)
 
 
-def hypercorn_config(listener: socket.socket, config: ConnectionConfig) -> ConnectionConfig:
+def hypercorn_config(listener: socket.socket, context: Context) -> ConnectionConfig:
     """Hypercorn's settings. The socket is handed over: hypercorn owns a duplicate of it."""
+    config = ConnectionConfig(context.room, context.unread, Turnstile(lambda: context.engine.num_open > 0))
+    # Longer than a slow reader may keep its seat, so that the seat is what it loses first.
+    config.stall_seconds = 2 * context.settings.server.slow_client_seconds
     config.bind = [f"fd://{socket.dup(listener.fileno())}"]
     config.backlog = BACKLOG
     config.graceful_timeout = GRACEFUL_SECONDS

@@ -141,10 +141,8 @@ async def test_where_none_is_idle_probes_and_operators_are_answered(
         await turned_away.read_until(rb"\}\}")
         assert json.loads(turned_away.received.partition(b"\r\n\r\n")[2])["error"]["code"] == "busy"
         await turned_away.read_to_end()
-        assert server.context.room.num_closed == {
-            "idle": 2,
-            "full": 1,
-        }  # over HTTP/2, and who still owes the rest of the form
+        # The idle ones were the one over HTTP/2, and who still owes the rest of the form.
+        assert server.context.room.num_closed == {"idle": 2, "full": 1}
         assert server.context.room.num_open == NUM_USUAL + NUM_SPARE
         # None of those that are served has noticed, and with the first that leaves there is room.
         assert server.engine.num_open == NUM_USUAL
